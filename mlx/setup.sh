@@ -17,7 +17,7 @@ repo=$(dirname "$here")
 runtime=$here/.runtime
 config=$repo/.cargo/config.toml
 config_mark="# Written by mlx/setup.sh; run it again to renew this file."
-# shellcheck source=VERSIONS
+# shellcheck source=mlx/VERSIONS
 source "$here/VERSIONS"
 
 step="reading the arguments"
@@ -54,8 +54,11 @@ mark_done() { printf '%s\n' "$2" >"$runtime/$1.stamp"; }
 check_macos() {
   step="checking the tools" hint=""
   xcode-select -p >/dev/null 2>&1 || fail "no Xcode command line tools. Get them with: xcode-select --install"
-  xcrun -f metal >/dev/null 2>&1 && xcrun metal --version >/dev/null 2>&1 || fail "no Metal compiler.
+  # Xcode 26 has the command without the compiler behind it, so the command is also run.
+  if ! xcrun -f metal >/dev/null 2>&1 || ! xcrun metal --version >/dev/null 2>&1; then
+    fail "no Metal compiler.
   Install Xcode, then: sudo xcode-select -s /Applications/Xcode.app && xcodebuild -downloadComponent MetalToolchain"
+  fi
   command -v cmake >/dev/null || fail "no cmake. Get it with: brew install cmake"
   command -v cargo >/dev/null || fail "no cargo. Get Rust from https://rustup.rs"
   say "mlx: Xcode, the Metal compiler and cmake are here; nothing else is needed. The first cargo build compiles MLX (minutes)."
@@ -126,8 +129,10 @@ build_native() {
 
   begin "fetching the sources of mlx-sys $MLX_SYS" "cargo must reach crates.io; its message is above."
   mlx_sys=$(find_mlx_sys)
-  grep -q "VERSION $MLX_C)" "$mlx_sys/src/mlx-c/CMakeLists.txt" && grep -q "GIT_TAG v$MLX)" "$mlx_sys/src/mlx-c/CMakeLists.txt" ||
+  local lists=$mlx_sys/src/mlx-c/CMakeLists.txt
+  if ! grep -q "MLX_C_VERSION $MLX_C)" "$lists" || ! grep -q "GIT_TAG v$MLX)" "$lists"; then
     fail "mlx-sys $MLX_SYS does not carry mlx-c $MLX_C for MLX $MLX; correct mlx/VERSIONS."
+  fi
   grep -q "\"=$BINDGEN\"" "$here/native/bindgen/Cargo.toml" ||
     fail "mlx/native/bindgen/Cargo.toml does not pin bindgen $BINDGEN, as mlx/VERSIONS does."
 
