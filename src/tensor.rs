@@ -21,6 +21,17 @@ pub enum Tensor {
     I32(ArcArray<i32, IxDyn>),
 }
 
+/// A float type of keys and values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Dtype {
+    /// 32-bit floats.
+    F32,
+    /// IEEE half floats.
+    F16,
+    /// Brain floats.
+    BF16,
+}
+
 /// Runs one generic expression over whichever array the tensor holds.
 macro_rules! each {
     ($tensor:expr, $a:ident => $body:expr) => {
@@ -118,9 +129,14 @@ impl Tensor {
         each!(self, a => bytes(a))
     }
 
-    /// Whether the elements are floats.
-    pub fn is_float(&self) -> bool {
-        matches!(self, Tensor::F32(_) | Tensor::F16(_) | Tensor::BF16(_))
+    /// The dtype, if the elements are floats.
+    pub fn float(&self) -> Option<Dtype> {
+        match self {
+            Tensor::F32(_) => Some(Dtype::F32),
+            Tensor::F16(_) => Some(Dtype::F16),
+            Tensor::BF16(_) => Some(Dtype::BF16),
+            _ => None,
+        }
     }
 
     /// The elements in row-major order, whatever the strides.
@@ -161,22 +177,21 @@ impl Tensor {
         }
     }
 
-    /// A tensor of `shape` with the dtype of `self` from f32 values; half types saturate at their largest finite value.
+    /// A float tensor of `shape` from f32 values; half types saturate at their largest finite value, NaN stays NaN.
     ///
     /// # Errors
-    /// [`Error::Dtype`] if `self` is not a float tensor, [`Error::Shape`] if the sizes differ.
-    pub fn like(&self, shape: &[usize], values: Vec<f32>) -> Result<Tensor> {
-        match self {
-            Tensor::F32(_) => Tensor::new(shape, values),
-            Tensor::F16(_) => {
+    /// [`Error::Shape`] if the number of elements is not the product of `shape`.
+    pub fn from_f32(dtype: Dtype, shape: &[usize], values: Vec<f32>) -> Result<Tensor> {
+        match dtype {
+            Dtype::F32 => Tensor::new(shape, values),
+            Dtype::F16 => {
                 let top = f16::MAX.to_f32();
                 Tensor::new(shape, values.into_iter().map(|x| f16::from_f32(x.clamp(-top, top))).collect())
             }
-            Tensor::BF16(_) => {
+            Dtype::BF16 => {
                 let top = bf16::MAX.to_f32();
                 Tensor::new(shape, values.into_iter().map(|x| bf16::from_f32(x.clamp(-top, top))).collect())
             }
-            _ => Err(self.wrong_dtype("tensor", "F32, F16 or BF16")),
         }
     }
 

@@ -1,0 +1,59 @@
+//! Encode and decode per engine, head dim and width, in bytes of fp16 input a second, beside a copy of the same bytes.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::f16;
+use std::hint::black_box;
+use std::sync::Arc;
+use turbomoq::codec::Codec;
+use turbomoq::codes::Frame;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::rng::Rng;
+use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::{Dtype, Tensor};
+
+fn vectors(shape: [usize; 4]) -> Tensor {
+    let mut rng = Rng::new(1, 99);
+    Tensor::new(&shape, (0..shape.iter().product()).map(|_| f16::from_f64(rng.normal())).collect())
+        .expect("shape")
+}
+
+fn copy(c: &mut Criterion) {
+    let from = vectors([1, 8, 2048, 128]).to_vec::<f16>().expect("f16");
+    let mut to = from.clone();
+    let mut group = c.benchmark_group("copy");
+    group.throughput(Throughput::Bytes(2 * from.len() as u64));
+    group.bench_function("fp16", |b| b.iter(|| black_box(&mut to).copy_from_slice(black_box(&from))));
+}
+
+fn codecs(c: &mut Criterion) {
+    for (dim, grid, bits) in [
+        (64, Grid::Lloyd, 4),
+        (128, Grid::Uniform, 2),
+        (128, Grid::Uniform, 4),
+        (128, Grid::Uniform, 8),
+        (128, Grid::Lloyd, 2),
+        (128, Grid::Lloyd, 3),
+        (128, Grid::Lloyd, 4),
+        (256, Grid::Lloyd, 4),
+    ] {
+        let x = vectors([1, 8, 2048, dim]);
+        let codec = Arc::new(Codec::new(CodecSpec::new(dim, bits, grid)).expect("spec"));
+        let codes = Cpu.encode(&codec, Frame::default(), &x).expect("encode");
+        let name = format!("d{dim}-{grid}-b{bits}");
+        for threads in [1, 2] {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("pool");
+            let mut group = c.benchmark_group(format!("cpu-{threads}"));
+            group.sample_size(20).throughput(Throughput::Bytes(x.nbytes() as u64));
+            group.bench_function(BenchmarkId::new("encode", &name), |b| {
+                b.iter(|| pool.install(|| Cpu.encode(&codec, Frame::default(), &x).expect("encode")))
+            });
+            group.bench_function(BenchmarkId::new("decode", &name), |b| {
+                b.iter(|| pool.install(|| Cpu.decode(&codes, Dtype::F16).expect("decode")))
+            });
+        }
+    }
+}
+
+criterion_group!(benches, copy, codecs);
+criterion_main!(benches);

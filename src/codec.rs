@@ -1,0 +1,493 @@
+//! The definition of every stage on one vector: encode, decode, score, weighted sum.
+//!
+//! A vector x of a head is centred, equalised and put in channel order (its frame), cut into bands, and each band y is rotated,
+//! scaled to unit variance and put on the grid: R D (x - mu) ~ s c. Scores rotate the query once instead of every key,
+//! <q, x> = <q, mu> + s <R D^-1 q, c>, and weighted sums add s c and leave the rotated domain once. Both engines are held to
+//! these functions. A vector of zeros has scale zero and decodes to zeros; one whose norm is not finite decodes to NaN.
+
+use crate::bits;
+use crate::error::{Error, Result};
+use crate::frame::RowFrame;
+use crate::grid::{ScalarGrid, affine_quantize, affine_range};
+use crate::qjl::Qjl;
+use crate::rotation::{Rotation, dot, hadamard_order};
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
+use std::sync::Arc;
+
+/// A run of coordinates that share bits, a rotation and a scale.
+#[derive(Clone, Debug)]
+pub struct Band {
+    /// First coordinate, in channel order.
+    pub start: usize,
+    /// Number of coordinates.
+    pub dim: usize,
+    /// Bits of a code.
+    pub bits: u8,
+    /// First word of the row.
+    pub word: usize,
+    /// Number of words.
+    pub words: usize,
+    /// The rotation of the band.
+    pub rotation: Rotation,
+    /// The grid of the band; `None` for affine groups.
+    pub grid: Option<ScalarGrid>,
+}
+
+/// A spec with the tables made from it.
+#[derive(Debug)]
+pub struct Codec {
+    spec: CodecSpec,
+    bands: Vec<Band>,
+    qjl: Option<Qjl>,
+    fitted: Option<Arc<[f32]>>,
+    channel: Option<Arc<Codec>>,
+    row_words: usize,
+    row_scales: usize,
+}
+
+/// Buffers that the stages reuse from row to row.
+#[derive(Clone, Debug)]
+pub struct Scratch {
+    rows: [Vec<f32>; 3],
+    codes: Vec<u8>,
+}
+
+/// A query in the codec's domain.
+#[derive(Clone, Debug)]
+pub struct Prepared {
+    /// R D^-1 q, all bands.
+    pub rotated: Vec<f32>,
+    /// S R D^-1 q, round by round.
+    pub projected: Vec<f32>,
+    /// <q, mu>.
+    pub bias: f32,
+}
+
+impl Codec {
+    /// Builds the tables of a spec.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] as [`CodecSpec::validate`], for a head dim that no rotation covers, and for [`Grid::Fitted`], whose
+    /// levels come from [`Codec::with_levels`].
+    pub fn new(spec: CodecSpec) -> Result<Codec> {
+        if spec.grid == Grid::Fitted {
+            let reason = "a fitted grid needs its calibrated levels".into();
+            return Err(Error::Unsupported { field: "grid", value: spec.grid.to_string(), reason });
+        }
+        Codec::build(spec, None)
+    }
+
+    /// Builds the tables of a [`Grid::Fitted`] spec around calibrated levels.
+    ///
+    /// # Errors
+    /// As [`Codec::new`]; [`Error::Shape`] unless there are `2^bits` levels, finite and ascending.
+    pub fn with_levels(spec: CodecSpec, levels: Arc<[f32]>) -> Result<Codec> {
+        if spec.grid != Grid::Fitted || spec.outliers > 0 {
+            let reason = "levels go with the fitted grid without outliers".into();
+            return Err(Error::Unsupported { field: "grid", value: spec.to_string(), reason });
+        }
+        if levels.len() != 1 << spec.bits
+            || !levels.windows(2).all(|w| w[0] <= w[1])
+            || !levels.iter().all(|x| x.is_finite())
+        {
+            let expected = format!("{} finite ascending levels", 1 << spec.bits);
+            return Err(Error::Shape { what: "levels", expected, got: vec![levels.len()] });
+        }
+        Codec::build(spec, Some(levels))
+    }
+
+    fn build(spec: CodecSpec, fitted: Option<Arc<[f32]>>) -> Result<Codec> {
+        spec.validate()?;
+        let channel = match spec.grid {
+            Grid::ChannelAffine { group } => {
+                let inner = CodecSpec { head_dim: group.into(), grid: Grid::Affine { group }, ..spec };
+                Some(Arc::new(Codec::build(inner, None)?))
+            }
+            _ => None,
+        };
+        let affine = matches!(spec.grid, Grid::Affine { .. } | Grid::ChannelAffine { .. });
+        let outliers = spec.outliers as usize;
+        let mut bands = Vec::new();
+        let mut word = 0;
+        for (start, end, bits) in [(0, outliers, spec.bits + 1), (outliers, spec.head_dim, spec.bits)] {
+            let mut at = start;
+            for dim in blocks(end - start, spec.rotation)? {
+                // Every band has a rotation of its own.
+                let seed = spec.seed.wrapping_add(bands.len() as u64);
+                let rotation = match spec.rotation {
+                    RotationKind::Identity => Rotation::Identity,
+                    RotationKind::Dense => Rotation::dense(dim, seed),
+                    RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
+                };
+                let grid = (!affine).then(|| ScalarGrid::new(spec.grid, bits, dim, fitted.as_ref()));
+                let words = bits::words(dim, bits);
+                bands.push(Band { start: at, dim, bits, word, words, rotation, grid });
+                at += dim;
+                word += words;
+            }
+        }
+        let qjl = match spec.residual {
+            Residual::None => None,
+            Residual::Qjl { projections, rounds } => {
+                Some(Qjl::new(spec.head_dim, projections as usize, rounds as usize, spec.seed))
+            }
+        };
+        let rounds = qjl.as_ref().map_or(0, Qjl::rounds);
+        let signs = qjl.as_ref().map_or(0, |q| rounds * q.projections() / 32);
+        let row_scales = match spec.grid {
+            Grid::Affine { group } | Grid::ChannelAffine { group } => 2 * spec.head_dim / group as usize,
+            _ => bands.len() + rounds,
+        };
+        Ok(Codec { spec, row_words: word + signs, row_scales, bands, qjl, fitted, channel })
+    }
+
+    /// The spec.
+    pub fn spec(&self) -> &CodecSpec {
+        &self.spec
+    }
+
+    /// The bands, in order.
+    pub fn bands(&self) -> &[Band] {
+        &self.bands
+    }
+
+    /// The residual's projections.
+    pub fn qjl(&self) -> Option<&Qjl> {
+        self.qjl.as_ref()
+    }
+
+    /// Calibrated levels of a fitted grid.
+    pub fn fitted(&self) -> Option<&Arc<[f32]>> {
+        self.fitted.as_ref()
+    }
+
+    /// For [`Grid::ChannelAffine`]: the codec of one channel of a tile of tokens. The words and scales of a tile are those of
+    /// its channels one after the other, which fill exactly the rows of its tokens.
+    pub fn channel(&self) -> Option<&Arc<Codec>> {
+        self.channel.as_ref()
+    }
+
+    /// u32 words of an encoded vector.
+    pub fn row_words(&self) -> usize {
+        self.row_words
+    }
+
+    /// Scales of an encoded vector.
+    pub fn row_scales(&self) -> usize {
+        self.row_scales
+    }
+
+    /// The format in which scales are stored; affine scales and biases are always half floats.
+    pub fn format(&self) -> ScaleFormat {
+        if self.affine_group().is_some() { ScaleFormat::F16 } else { self.spec.format }
+    }
+
+    /// Bytes of an encoded vector.
+    pub fn row_bytes(&self) -> usize {
+        4 * self.row_words + self.format().bytes() * self.row_scales
+    }
+
+    /// Elements that share a scale and a bias, for the affine grids.
+    pub fn affine_group(&self) -> Option<usize> {
+        match self.spec.grid {
+            Grid::Affine { group } | Grid::ChannelAffine { group } => Some(group as usize),
+            _ => None,
+        }
+    }
+
+    /// Whether two codecs read each other's codes.
+    pub fn same(&self, other: &Codec) -> bool {
+        self.spec == other.spec && self.fitted == other.fitted
+    }
+
+    /// Buffers for this codec's stages.
+    pub fn scratch(&self) -> Scratch {
+        let d = self.spec.head_dim;
+        Scratch { rows: std::array::from_fn(|_| vec![0.0; d]), codes: vec![0; d] }
+    }
+
+    /// Packs one vector: `words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
+    #[inline(always)]
+    pub fn encode_row(
+        &self,
+        frame: RowFrame,
+        x: &[f32],
+        words: &mut [u32],
+        scales: &mut [u16],
+        scratch: &mut Scratch,
+    ) {
+        let Scratch { rows: [t, c, spare], codes } = scratch;
+        frame.enter(x, t);
+        let sign_words = self.row_words - self.qjl.as_ref().map_or(0, |q| q.rounds() * q.projections() / 32);
+        for (i, band) in self.bands.iter().enumerate() {
+            let (y, c) = (&mut t[band.start..][..band.dim], &mut c[band.start..][..band.dim]);
+            let (codes, spare) = (&mut codes[..band.dim], &mut spare[..band.dim]);
+            band.rotation.forward(y, spare);
+            let words = &mut words[band.word..][..band.words];
+            let Some(grid) = &band.grid else {
+                self.encode_groups(y, scales, codes);
+                bits::pack(codes, band.bits, words);
+                continue;
+            };
+            let yy = dot(y, y);
+            if yy == 0.0 || !yy.is_finite() {
+                words.fill(0);
+                scales[i] = self.spec.format.code(if yy == 0.0 { 0.0 } else { f32::NAN });
+                // Nothing of such a band is left for the residual.
+                y.fill(0.0);
+                continue;
+            }
+            let inverse = (band.dim as f32 / yy).sqrt();
+            for (u, y) in spare.iter_mut().zip(y.iter()) {
+                *u = y * inverse;
+            }
+            grid.quantize(spare, codes);
+            bits::pack(codes, band.bits, words);
+            grid.look_up(codes, c);
+            let scale = self.spec.scale.scale(yy, dot(c, y), dot(c, c), band.dim);
+            scales[i] = self.spec.format.code(scale);
+            if self.qjl.is_some() {
+                let stored = self.spec.format.value(scales[i]);
+                y.iter_mut().zip(c.iter()).for_each(|(y, c)| *y -= stored * c);
+            }
+        }
+        if let Some(qjl) = &self.qjl {
+            let per_round = qjl.projections() / 32;
+            for (r, signs) in words[sign_words..].chunks_exact_mut(per_round).enumerate() {
+                qjl.signs(r, t, signs);
+                let code = self.spec.format.code(dot(t, t).sqrt());
+                scales[self.bands.len() + r] = code;
+                qjl.add_rows(r, signs, -qjl.shrunk_factor() * self.spec.format.value(code), t);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn encode_groups(&self, y: &[f32], scales: &mut [u16], codes: &mut [u8]) {
+        let group = self.affine_group().expect("an affine codec");
+        let groups = y.len() / group;
+        for (g, (x, codes)) in y.chunks_exact(group).zip(codes.chunks_exact_mut(group)).enumerate() {
+            let finite = x.iter().all(|x| x.is_finite());
+            let (scale, bias) = if finite { affine_range(x, self.spec.bits) } else { (f32::NAN, f32::NAN) };
+            affine_quantize(x, scale, bias, self.spec.bits, codes);
+            scales[g] = ScaleFormat::F16.code(scale);
+            scales[groups + g] = ScaleFormat::F16.code(bias);
+        }
+    }
+
+    /// Unpacks one vector.
+    #[inline(always)]
+    pub fn decode_row(
+        &self,
+        frame: RowFrame,
+        words: &[u32],
+        scales: &[u16],
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        let mut sum = std::mem::take(&mut scratch.rows[0]);
+        sum.fill(0.0);
+        self.add_weighted_row(words, scales, 1.0, &mut sum, scratch);
+        self.finish_sum(frame, &mut sum, 1.0, out, scratch);
+        scratch.rows[0] = sum;
+    }
+
+    /// Adds `weight` times a vector to `sum`, in the rotated domain.
+    #[inline(always)]
+    pub fn add_weighted_row(
+        &self,
+        words: &[u32],
+        scales: &[u16],
+        weight: f32,
+        sum: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        self.look_up_row(words, scratch);
+        self.add_levels(words, scales, weight, sum, scratch);
+    }
+
+    /// The inner product of a prepared query and a packed vector.
+    #[inline(always)]
+    pub fn score_row(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &mut Scratch) -> f32 {
+        self.look_up_row(words, scratch);
+        self.score_levels(q, words, scales, scratch)
+    }
+
+    /// Unpacks the levels of a row into the scratch, for any number of uses by [`Codec::score_levels`] and
+    /// [`Codec::add_levels`]; affine groups leave their codes.
+    #[inline(always)]
+    pub fn look_up_row(&self, words: &[u32], scratch: &mut Scratch) {
+        let Scratch { rows: [_, c, _], codes } = scratch;
+        for band in &self.bands {
+            let (c, codes) = (&mut c[band.start..][..band.dim], &mut codes[..band.dim]);
+            bits::unpack(&words[band.word..][..band.words], band.bits, codes);
+            match &band.grid {
+                Some(grid) => grid.look_up(codes, c),
+                None => c.iter_mut().zip(codes).for_each(|(c, code)| *c = f32::from(*code)),
+            }
+        }
+    }
+
+    /// [`Codec::score_row`] after [`Codec::look_up_row`].
+    #[inline(always)]
+    pub fn score_levels(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &Scratch) -> f32 {
+        let c = &scratch.rows[1];
+        let mut score = q.bias;
+        if let Some(group) = self.affine_group() {
+            for (g, (q, c)) in q.rotated.chunks_exact(group).zip(c.chunks_exact(group)).enumerate() {
+                let (scale, bias) = self.affine_scales(scales, g);
+                score += scale * dot(q, c) + bias * q.iter().sum::<f32>();
+            }
+        } else {
+            for (i, band) in self.bands.iter().enumerate() {
+                let run = band.start..band.start + band.dim;
+                score += self.spec.format.value(scales[i]) * dot(&q.rotated[run.clone()], &c[run]);
+            }
+        }
+        if let Some(qjl) = &self.qjl {
+            for (r, signs) in self.sign_words(words, qjl).enumerate() {
+                let norm = self.spec.format.value(scales[self.bands.len() + r]);
+                let p = &q.projected[r * qjl.projections()..][..qjl.projections()];
+                score += norm * qjl.factor_for_score(r) * qjl.dot_signs(signs, p);
+            }
+        }
+        score
+    }
+
+    /// [`Codec::add_weighted_row`] after [`Codec::look_up_row`].
+    #[inline(always)]
+    pub fn add_levels(&self, words: &[u32], scales: &[u16], weight: f32, sum: &mut [f32], scratch: &Scratch) {
+        let c = &scratch.rows[1];
+        if let Some(group) = self.affine_group() {
+            for (g, (sum, c)) in sum.chunks_exact_mut(group).zip(c.chunks_exact(group)).enumerate() {
+                let (scale, bias) = self.affine_scales(scales, g);
+                sum.iter_mut().zip(c).for_each(|(s, c)| *s += weight * (scale * c + bias));
+            }
+        } else {
+            for (i, band) in self.bands.iter().enumerate() {
+                let w = weight * self.spec.format.value(scales[i]);
+                let run = band.start..band.start + band.dim;
+                sum[run.clone()].iter_mut().zip(&c[run]).for_each(|(s, c)| *s += w * c);
+            }
+        }
+        if let Some(qjl) = &self.qjl {
+            for (r, signs) in self.sign_words(words, qjl).enumerate() {
+                let norm = self.spec.format.value(scales[self.bands.len() + r]);
+                qjl.add_rows(r, signs, weight * norm * qjl.shrunk_factor(), sum);
+            }
+        }
+    }
+
+    #[inline(always)]
+    fn affine_scales(&self, scales: &[u16], group: usize) -> (f32, f32) {
+        let groups = scales.len() / 2;
+        (ScaleFormat::F16.value(scales[group]), ScaleFormat::F16.value(scales[groups + group]))
+    }
+
+    /// Takes a sum out of the rotated domain, once for any number of rows; `weights` is the sum of their weights.
+    #[inline(always)]
+    pub fn finish_sum(
+        &self,
+        frame: RowFrame,
+        sum: &mut [f32],
+        weights: f32,
+        out: &mut [f32],
+        scratch: &mut Scratch,
+    ) {
+        for band in &self.bands {
+            band.rotation.inverse(&mut sum[band.start..][..band.dim], &mut scratch.rows[2][..band.dim]);
+        }
+        frame.leave(sum, weights, out);
+    }
+
+    /// Takes a query into the codec's domain.
+    pub fn prepare_row(&self, frame: RowFrame, q: &[f32], scratch: &mut Scratch) -> Prepared {
+        let mut rotated = vec![0.0; q.len()];
+        frame.enter_query(q, &mut rotated);
+        for band in &self.bands {
+            band.rotation.forward(&mut rotated[band.start..][..band.dim], &mut scratch.rows[2][..band.dim]);
+        }
+        let mut projected = Vec::new();
+        if let Some(qjl) = &self.qjl {
+            projected.resize(qjl.rounds() * qjl.projections(), 0.0);
+            for (r, p) in projected.chunks_exact_mut(qjl.projections()).enumerate() {
+                qjl.project(r, &rotated, p);
+            }
+        }
+        Prepared { rotated, projected, bias: frame.centre.map_or(0.0, |c| dot(q, c)) }
+    }
+
+    fn sign_words<'a>(&self, words: &'a [u32], qjl: &Qjl) -> impl Iterator<Item = &'a [u32]> {
+        let first = self.row_words - qjl.rounds() * qjl.projections() / 32;
+        words[first..].chunks_exact(qjl.projections() / 32)
+    }
+}
+
+impl RowFrame<'_> {
+    #[inline(always)]
+    fn source(&self, place: usize) -> usize {
+        self.order.map_or(place, |order| order[place] as usize)
+    }
+
+    #[inline(always)]
+    fn enter(&self, x: &[f32], t: &mut [f32]) {
+        match (self.centre, self.gain, self.order) {
+            (None, None, None) => t.copy_from_slice(x),
+            (Some(centre), None, None) => {
+                for i in 0..t.len() {
+                    t[i] = x[i] - centre[i];
+                }
+            }
+            _ => {
+                for place in 0..t.len() {
+                    let i = self.source(place);
+                    t[place] = (x[i] - self.centre.map_or(0.0, |c| c[i])) * self.gain.map_or(1.0, |g| g[i]);
+                }
+            }
+        }
+    }
+
+    fn enter_query(&self, q: &[f32], t: &mut [f32]) {
+        for place in 0..t.len() {
+            let i = self.source(place);
+            t[place] = q[i] / self.gain.map_or(1.0, |g| g[i]);
+        }
+    }
+
+    #[inline(always)]
+    fn leave(&self, t: &[f32], weights: f32, out: &mut [f32]) {
+        if self.centre.is_none() && self.gain.is_none() && self.order.is_none() {
+            return out.copy_from_slice(t);
+        }
+        for place in 0..t.len() {
+            let i = self.source(place);
+            out[i] = t[place] / self.gain.map_or(1.0, |g| g[i]) + weights * self.centre.map_or(0.0, |c| c[i]);
+        }
+    }
+}
+
+/// Sizes of the blocks that a run of coordinates is rotated in: one, or for a Hadamard rotation the greatest sizes that have a form.
+fn blocks(dim: usize, rotation: RotationKind) -> Result<Vec<usize>> {
+    let mut left = dim;
+    let mut sizes = Vec::new();
+    while left > 0 {
+        let size = match rotation {
+            RotationKind::Hadamard => (8..=left).rev().find(|&n| hadamard_order(n).is_some()),
+            _ => Some(left),
+        };
+        match size {
+            Some(size) if size == left || (size >= 16 && left - size >= 16) => sizes.push(size),
+            _ => {
+                let reason =
+                    "no blocks of 16 or more with a Hadamard form; the dense rotation takes any size";
+                return Err(Error::Unsupported {
+                    field: "head_dim",
+                    value: dim.to_string(),
+                    reason: reason.into(),
+                });
+            }
+        }
+        left -= sizes[sizes.len() - 1];
+    }
+    Ok(sizes)
+}

@@ -1,0 +1,111 @@
+//! What an engine does: the stages of a codec on whole arrays. It chooses nothing by itself.
+//!
+//! Two engines exist: [`crate::cpu::Cpu`] on host arrays and, with the feature `mlx`, `Graph` on lazy MLX arrays. Both follow
+//! the row form of [`crate::codec`], and one conformance suite holds them to it.
+
+use crate::codec::Codec;
+use crate::codes::{Buffer, Codes, Frame};
+use crate::error::{Error, Result};
+use crate::tensor::{Dtype, Tensor};
+use std::sync::Arc;
+
+/// The stages on arrays: B sequences, H KV heads, Hq query heads (a multiple of H), T tokens, L query tokens, D channels.
+pub trait Engine {
+    /// The engine's array.
+    type Tensor: Buffer;
+
+    /// Name, for reports.
+    fn name(&self) -> &'static str;
+
+    /// Takes a host array to the engine.
+    ///
+    /// # Errors
+    /// The engine's own, if it has no room or no such dtype.
+    fn put(&self, tensor: &Tensor) -> Result<Self::Tensor>;
+
+    /// Takes an array to the host, evaluating it if it is lazy.
+    ///
+    /// # Errors
+    /// The engine's own, if the evaluation fails.
+    fn get(&self, tensor: &Self::Tensor) -> Result<Tensor>;
+
+    /// The frame that `codec` needs, from a block of keys or values [B, H, n, D] and, for gains, queries [B, Hq, m, D].
+    /// Without queries the gains assume that queries are isotropic.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit.
+    fn frame(
+        &self,
+        codec: &Codec,
+        centred: bool,
+        block: &Self::Tensor,
+        queries: Option<&Self::Tensor>,
+    ) -> Result<Frame<Self::Tensor>>;
+
+    /// Packs vectors [B, H, T, D].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::Dtype`] if `x` or the frame does not fit the codec, [`Error::Range`] if T is no multiple of
+    /// the codec's tile.
+    fn encode(
+        &self,
+        codec: &Arc<Codec>,
+        frame: Frame<Self::Tensor>,
+        x: &Self::Tensor,
+    ) -> Result<Codes<Self::Tensor>>;
+
+    /// Unpacks to [B, H, T, D].
+    ///
+    /// # Errors
+    /// The engine's own.
+    fn decode(&self, codes: &Codes<Self::Tensor>, dtype: Dtype) -> Result<Self::Tensor>;
+
+    /// Inner products of queries [B, Hq, L, D] with packed keys: f32 [B, Hq, L, T], not scaled.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::Dtype`] if the queries do not fit the codes.
+    fn scores(&self, codes: &Codes<Self::Tensor>, queries: &Self::Tensor) -> Result<Self::Tensor>;
+
+    /// Sums of packed values with weights f32 [B, Hq, L, T]: f32 [B, Hq, L, D].
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::Dtype`] if the weights do not fit the codes.
+    fn weighted_sum(&self, codes: &Codes<Self::Tensor>, weights: &Self::Tensor) -> Result<Self::Tensor>;
+}
+
+/// Checks vectors [B, H, T, D] against a codec.
+pub(crate) fn check_vectors(codec: &Codec, shape: &[usize]) -> Result<[usize; 4]> {
+    let dim = codec.spec().head_dim;
+    match *shape {
+        [b, h, t, d] if d == dim => {
+            if t % codec.spec().tile() != 0 {
+                return Err(Error::Range {
+                    start: 0,
+                    end: t,
+                    len: t / codec.spec().tile() * codec.spec().tile(),
+                });
+            }
+            Ok([b, h, t, d])
+        }
+        _ => {
+            Err(Error::Shape { what: "vectors", expected: format!("[B, H, T, {dim}]"), got: shape.to_vec() })
+        }
+    }
+}
+
+/// Checks queries [B, Hq, L, D] or weights [B, Hq, L, T] against codes; gives query heads and query tokens.
+pub(crate) fn check_queries<T: Buffer>(
+    codes: &Codes<T>,
+    what: &'static str,
+    shape: &[usize],
+    last: usize,
+) -> Result<(usize, usize)> {
+    let [batch, heads, _] = codes.shape();
+    match *shape {
+        [b, hq, l, n] if b == batch && n == last && hq > 0 && heads > 0 && hq % heads == 0 => Ok((hq, l)),
+        _ => {
+            let expected = format!("[{batch}, a multiple of {heads}, L, {last}]");
+            Err(Error::Shape { what, expected, got: shape.to_vec() })
+        }
+    }
+}

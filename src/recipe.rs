@@ -1,0 +1,290 @@
+//! A recipe: how the keys and values of a cache are packed, and which tokens stay exact. Named presets are the README's table.
+
+use crate::error::{Error, Result};
+use crate::rng;
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// One codec for keys, one for values, and the tokens that stay exact.
+///
+/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N` with `exact` for a side that is not packed; reading also
+/// takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct Recipe {
+    /// Codec of keys for a head of 128 channels, see [`Recipe::spec`]; `None` keeps them exact.
+    pub key: Option<CodecSpec>,
+    /// Codec of values, likewise.
+    pub value: Option<CodecSpec>,
+    /// Whether the mean of the first packed block is taken from the keys.
+    pub centred: bool,
+    /// First tokens that stay exact.
+    pub sinks: usize,
+    /// Newest tokens that stay exact.
+    pub window: usize,
+}
+
+/// Names of the presets and what each is.
+pub const PRESETS: [(&str, &str); 8] = [
+    ("best", "centred keys, Beta-law grid, unbiased keys, least-squares values, 4 sinks, window 128"),
+    ("turbomoq", "the original's split: rotated symmetric keys, rotated Lloyd-Max values"),
+    (
+        "turboquant-mse",
+        "TurboQuant (2504.19874), the form for least error: Hadamard, Beta-law grid, norms kept",
+    ),
+    ("turboquant-prod", "TurboQuant, the form for inner products: one bit less and a one-bit QJL residual"),
+    ("rotation-only", "Hadamard and a symmetric uniform grid"),
+    ("uniform", "symmetric uniform grid without rotation"),
+    ("mlx-affine", "mlx-lm's own format: scale and bias for every 64 (or 32) channels"),
+    ("kivi", "KIVI (2402.02750): keys by channel over 32 tokens, values by token, window 128"),
+];
+
+/// Head dim for which a recipe's specs are written down.
+const TEMPLATE_DIM: usize = 128;
+
+impl Recipe {
+    /// A preset at given bits for keys and values; 16 keeps a side exact, 2.5 gives half of the channels one bit more.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for an unknown name or bits that the preset has no form for.
+    pub fn preset(name: &str, key_bits: f32, value_bits: f32) -> Result<Recipe> {
+        let exact = Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 };
+        let template = |side: Side| template(name, side);
+        if !PRESETS.iter().any(|(known, _)| *known == name) {
+            let names: Vec<&str> = PRESETS.iter().map(|p| p.0).collect();
+            let reason = format!("the presets are {}", names.join(", "));
+            return Err(Error::Unsupported { field: "recipe", value: name.into(), reason });
+        }
+        let recipe = Recipe {
+            key: with_bits(template(Side::Key), key_bits)?,
+            value: with_bits(template(Side::Value), value_bits)?,
+            ..exact
+        };
+        Ok(match name {
+            "best" => Recipe { centred: true, sinks: 4, window: 128, ..recipe },
+            "kivi" => Recipe { window: 128, ..recipe },
+            _ => recipe,
+        })
+    }
+
+    /// The codec spec of one side of one layer: the recipe's, fitted to the head dim, with a seed of its own.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the codec has no form for this head dim.
+    pub fn spec(&self, side: Side, layer: usize, head_dim: usize) -> Result<Option<CodecSpec>> {
+        let (template, part) = match side {
+            Side::Key => (self.key, 0),
+            Side::Value => (self.value, 1),
+        };
+        let Some(template) = template else { return Ok(None) };
+        let scaled =
+            |n: usize, multiple: usize| (n * head_dim / TEMPLATE_DIM / multiple * multiple).max(multiple);
+        let mut spec =
+            CodecSpec { head_dim, seed: rng::derive(template.seed, layer as u64, part), ..template };
+        if spec.outliers > 0 {
+            spec.outliers = scaled(spec.outliers.into(), if head_dim < 64 { 16 } else { 32 }) as u16;
+        }
+        if let Residual::Qjl { projections, rounds } = spec.residual {
+            spec.residual = Residual::Qjl { projections: scaled(projections.into(), 32) as u16, rounds };
+        }
+        if let Grid::Affine { group: 64 } = spec.grid {
+            if head_dim % 64 != 0 {
+                spec.grid = Grid::Affine { group: 32 };
+            }
+        }
+        spec.validate()?;
+        Ok(Some(spec))
+    }
+
+    /// Tokens that are encoded together, over both sides.
+    pub fn tile(&self) -> usize {
+        [self.key, self.value].iter().flatten().map(CodecSpec::tile).max().unwrap_or(1)
+    }
+
+    /// How `tokens` tokens are divided: exact sinks, packed, exact window.
+    pub fn split(&self, tokens: usize) -> [usize; 3] {
+        let sinks = self.sinks.min(tokens);
+        let tile = self.tile();
+        let packed = (tokens - sinks).saturating_sub(self.window) / tile * tile;
+        [sinks, packed, tokens - sinks - packed]
+    }
+}
+
+fn template(name: &str, side: Side) -> CodecSpec {
+    let base = CodecSpec::new(TEMPLATE_DIM, 4, Grid::Beta);
+    match (name, side) {
+        ("best", Side::Key) => CodecSpec { scale: ScaleRule::Unbiased, format: ScaleFormat::Log8, ..base },
+        ("best", Side::Value) => {
+            CodecSpec { scale: ScaleRule::LeastSquares, format: ScaleFormat::Log8, ..base }
+        }
+        ("turbomoq", Side::Key) | ("rotation-only", _) => CodecSpec { grid: Grid::Uniform, ..base },
+        ("turbomoq", Side::Value) => CodecSpec { grid: Grid::Lloyd, ..base },
+        ("uniform", _) => CodecSpec { grid: Grid::Uniform, rotation: RotationKind::Identity, ..base },
+        ("turboquant-prod", _) => {
+            let projections = TEMPLATE_DIM as u16;
+            CodecSpec { scale: ScaleRule::Plain, residual: Residual::Qjl { projections, rounds: 1 }, ..base }
+        }
+        ("kivi", Side::Key) => {
+            CodecSpec { grid: Grid::ChannelAffine { group: 32 }, rotation: RotationKind::Identity, ..base }
+        }
+        ("kivi", Side::Value) | ("mlx-affine", _) => {
+            CodecSpec { grid: Grid::Affine { group: 64 }, rotation: RotationKind::Identity, ..base }
+        }
+        _ => base,
+    }
+}
+
+fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
+    if bits == 16.0 {
+        return Ok(None);
+    }
+    // The residual of the inner-product form takes one of the bits.
+    let sign_bits = if template.residual == Residual::None { 0.0 } else { 1.0 };
+    let whole = (bits - sign_bits).floor();
+    let fraction = bits - sign_bits - whole;
+    let outliers = if fraction == 0.5 { TEMPLATE_DIM as u16 / 2 } else { 0 };
+    let supported = if sign_bits > 0.0 { "2 to 9, or 16" } else { "1 to 8, halves from 1.5 to 7.5, or 16" };
+    let no = || Error::Unsupported {
+        field: "bits",
+        value: bits.to_string(),
+        reason: format!("{supported} are supported"),
+    };
+    if !(1.0..=8.0).contains(&whole) || (fraction != 0.0 && fraction != 0.5) {
+        return Err(no());
+    }
+    let spec = CodecSpec { bits: whole as u8, outliers, ..template };
+    spec.validate()?;
+    Ok(Some(spec))
+}
+
+/// Reads `4`, `4/2`, `2.5/16`.
+///
+/// # Errors
+/// [`Error::Parse`] if the text is neither one number nor two.
+pub fn parse_bits(text: &str) -> Result<(f32, f32)> {
+    let fail = || Error::Parse {
+        what: "bits",
+        text: text.into(),
+        reason: "expected K or K/V, for example 4/2".into(),
+    };
+    let number = |t: &str| t.trim().parse::<f32>().map_err(|_| fail());
+    match text.split_once('/') {
+        Some((k, v)) => Ok((number(k)?, number(v)?)),
+        None => number(text).map(|b| (b, b)),
+    }
+}
+
+impl fmt::Display for Recipe {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let spec = |s: &Option<CodecSpec>| s.map_or("exact".to_string(), |s| s.to_string());
+        write!(f, "key={},value={}", spec(&self.key), spec(&self.value))?;
+        if self.centred {
+            f.write_str(",centred")?;
+        }
+        write!(f, ",sinks={},window={}", self.sinks, self.window)
+    }
+}
+
+impl FromStr for Recipe {
+    type Err = Error;
+    fn from_str(text: &str) -> Result<Recipe> {
+        let fail = |reason: String| Error::Parse { what: "recipe", text: text.into(), reason };
+        let mut terms = text.split(',').peekable();
+        let first = terms.peek().copied().unwrap_or_default();
+        let mut recipe = if first.contains('=') {
+            Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 }
+        } else {
+            terms.next();
+            let (name, bits) = first.split_once('@').unwrap_or((first, "4"));
+            let (k, v) = parse_bits(bits)?;
+            Recipe::preset(name, k, v)?
+        };
+        let side = |text: &str| if text == "exact" { Ok(None) } else { text.parse().map(Some) };
+        for term in terms {
+            match term.split_once('=') {
+                None if term == "centred" => recipe.centred = true,
+                None if term == "not-centred" => recipe.centred = false,
+                Some(("key", spec)) => recipe.key = side(spec)?,
+                Some(("value", spec)) => recipe.value = side(spec)?,
+                Some(("sinks", n)) => recipe.sinks = n.parse().map_err(|_| fail(format!("sinks {n:?}")))?,
+                Some(("window", n)) => {
+                    recipe.window = n.parse().map_err(|_| fail(format!("window {n:?}")))?
+                }
+                _ => return Err(fail(format!("unknown term {term:?}"))),
+            }
+        }
+        Ok(recipe)
+    }
+}
+
+impl From<Recipe> for String {
+    fn from(recipe: Recipe) -> String {
+        recipe.to_string()
+    }
+}
+
+impl TryFrom<String> for Recipe {
+    type Error = Error;
+    fn try_from(text: String) -> Result<Recipe> {
+        text.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_preset_reads_back_what_it_writes() {
+        for (name, _) in PRESETS {
+            for (k, v) in [(4.0, 4.0), (3.0, 2.0), (16.0, 4.0)] {
+                let recipe = Recipe::preset(name, k, v).unwrap();
+                assert_eq!(recipe.to_string().parse::<Recipe>().unwrap(), recipe, "{name}");
+                assert_eq!(format!("{name}@{k}/{v}").parse::<Recipe>().unwrap(), recipe);
+                for dim in [64, 128, 256] {
+                    recipe.spec(Side::Key, 3, dim).unwrap();
+                    recipe.spec(Side::Value, 3, dim).unwrap();
+                }
+            }
+        }
+        let changed: Recipe = "best@2.5/2,sinks=0,window=64,not-centred".parse().unwrap();
+        assert_eq!((changed.sinks, changed.window, changed.centred), (0, 64, false));
+        assert_eq!(changed.key.unwrap().outliers, 64);
+        assert_eq!(changed.spec(Side::Key, 0, 64).unwrap().unwrap().outliers, 32);
+    }
+
+    #[test]
+    fn what_has_no_form_is_refused() {
+        assert!(matches!(Recipe::preset("bset", 4.0, 4.0), Err(Error::Unsupported { field: "recipe", .. })));
+        assert!(matches!(
+            Recipe::preset("turboquant-prod", 1.0, 4.0),
+            Err(Error::Unsupported { field: "bits", .. })
+        ));
+        assert!(matches!(Recipe::preset("best", 3.3, 4.0), Err(Error::Unsupported { field: "bits", .. })));
+        assert!(Recipe::preset("mlx-affine", 4.0, 4.0).unwrap().spec(Side::Key, 0, 80).is_err());
+        assert!("best@4/4/4".parse::<Recipe>().is_err());
+        assert!("best,sink=4".parse::<Recipe>().is_err());
+    }
+
+    #[test]
+    fn layers_and_sides_do_not_share_a_seed() {
+        let recipe = Recipe::preset("turboquant-mse", 4.0, 4.0).unwrap();
+        let seed = |side, layer| recipe.spec(side, layer, 64).unwrap().unwrap().seed;
+        assert_ne!(seed(Side::Key, 0), seed(Side::Key, 1));
+        assert_ne!(seed(Side::Key, 0), seed(Side::Value, 0));
+    }
+
+    #[test]
+    fn tokens_are_divided_without_loss() {
+        let kivi = Recipe::preset("kivi", 2.0, 2.0).unwrap();
+        for tokens in [0, 1, 3, 127, 128, 129, 160, 161, 1000] {
+            let [sinks, packed, window] = kivi.split(tokens);
+            assert_eq!(sinks + packed + window, tokens);
+            assert_eq!(packed % 32, 0);
+            assert!(packed == 0 || (128..160).contains(&window));
+        }
+        assert_eq!(Recipe::preset("best", 4.0, 4.0).unwrap().split(3), [3, 0, 0]);
+    }
+}

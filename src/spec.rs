@@ -1,0 +1,407 @@
+//! The words of a codec: every choice that decides what a packed vector means, as plain data with one text form.
+//!
+//! Equal specs give equal tables, bit for bit. The text form is a list of terms joined by `:`, for example
+//! `d128:b4:hadamard:lloyd:matched:f16:seed42`; [`CodecSpec`] reads back what it writes.
+
+use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::str::FromStr;
+
+/// Keys or values.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Side {
+    /// What queries are compared with.
+    Key,
+    /// What attention sums up.
+    Value,
+}
+
+impl fmt::Display for Side {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Side::Key => "key",
+            Side::Value => "value",
+        })
+    }
+}
+
+/// Orthogonal map before the grid.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum RotationKind {
+    /// None.
+    Identity,
+    /// Haar-distributed dense matrix.
+    Dense,
+    /// Randomized Hadamard transform; sizes with no such form are cut into blocks that have one.
+    Hadamard,
+}
+
+/// The set of values that a rotated coordinate can take.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Grid {
+    /// Equal steps, symmetric about zero, with the step that is optimal for a Gaussian coordinate.
+    Uniform,
+    /// Lloyd-Max levels of the standard normal law.
+    Lloyd,
+    /// Lloyd-Max levels of the law that a coordinate of a random unit vector in `head_dim` dimensions really follows.
+    Beta,
+    /// k-means levels fitted to calibration samples.
+    Fitted,
+    /// Least and greatest value of every `group` channels of a token, equal steps between: the layout of mlx-lm.
+    Affine {
+        /// Channels that share a scale and a bias.
+        group: u16,
+    },
+    /// Least and greatest value of every `group` tokens of a channel, equal steps between: the keys of KIVI (2402.02750).
+    ChannelAffine {
+        /// Tokens that share a scale and a bias.
+        group: u16,
+    },
+}
+
+/// What the stored scale of a vector makes right. y is the rotated vector, c its decoded unit-variance form.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleRule {
+    /// |y| / sqrt(d): the norm as it is.
+    Plain,
+    /// |y| / |c|: the decoded vector has the norm of the original.
+    Matched,
+    /// |y|^2 / <c, y>: inner products with the original's direction are unbiased (best for keys at low bits).
+    Unbiased,
+    /// <c, y> / |c|^2: least squared error (best for values).
+    LeastSquares,
+}
+
+/// How a scale is stored.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum ScaleFormat {
+    /// IEEE half float.
+    F16,
+    /// Eight bits of log2.
+    Log8,
+}
+
+/// What is stored of the quantization residual.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Residual {
+    /// Nothing.
+    None,
+    /// Signs of random projections and a norm (QJL, 2406.03482).
+    Qjl {
+        /// Projections (sign bits) a round.
+        projections: u16,
+        /// Rounds, each with fresh projections of what the one before left.
+        rounds: u8,
+    },
+}
+
+/// Everything that decides how one vector is packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub struct CodecSpec {
+    /// Channels of a vector.
+    pub head_dim: usize,
+    /// Bits of a code, 1 to 8.
+    pub bits: u8,
+    /// Channels that get one bit more, by energy: 2.5 bits is `bits` = 2 with half of the channels here.
+    pub outliers: u16,
+    /// Whether keys are multiplied by a diagonal gain first (2.5 of the calibration tables of a sequence).
+    pub equalised: bool,
+    /// Rotation.
+    pub rotation: RotationKind,
+    /// Grid.
+    pub grid: Grid,
+    /// Scale rule.
+    pub scale: ScaleRule,
+    /// Scale format.
+    pub format: ScaleFormat,
+    /// Residual.
+    pub residual: Residual,
+    /// Seed of the random tables.
+    pub seed: u64,
+}
+
+impl CodecSpec {
+    /// A Hadamard-rotated codec of `bits` bits on `grid`, with a matched f16 scale and nothing else.
+    pub const fn new(head_dim: usize, bits: u8, grid: Grid) -> CodecSpec {
+        CodecSpec {
+            head_dim,
+            bits,
+            outliers: 0,
+            equalised: false,
+            rotation: RotationKind::Hadamard,
+            grid,
+            scale: ScaleRule::Matched,
+            format: ScaleFormat::F16,
+            residual: Residual::None,
+            seed: 42,
+        }
+    }
+
+    /// Tokens that are encoded together: 1, or the group of [`Grid::ChannelAffine`].
+    pub fn tile(&self) -> usize {
+        match self.grid {
+            Grid::ChannelAffine { group } => group as usize,
+            _ => 1,
+        }
+    }
+
+    /// Checks the fields on their own and together.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] names the field, its value and what would do.
+    pub fn validate(&self) -> Result<()> {
+        let no = |field, value: String, reason: String| Err(Error::Unsupported { field, value, reason });
+        let d = self.head_dim;
+        if !(8..=8192).contains(&d) || d % 2 != 0 {
+            return no("head_dim", d.to_string(), "an even number from 8 to 8192 is needed".into());
+        }
+        if !(1..=8).contains(&self.bits) {
+            return no("bits", self.bits.to_string(), "1 to 8 are supported".into());
+        }
+        let outliers = self.outliers as usize;
+        if outliers > 0 && (outliers >= d || outliers % 8 != 0 || self.bits == 8) {
+            return no(
+                "outliers",
+                outliers.to_string(),
+                format!("a multiple of 8 below {d}, at most 7 bits"),
+            );
+        }
+        if let Residual::Qjl { projections, rounds } = self.residual {
+            if projections == 0
+                || projections % 32 != 0
+                || projections as usize > 4 * d
+                || !(1..=8).contains(&rounds)
+            {
+                let reason = format!("projections: a multiple of 32 up to {}; rounds: 1 to 8", 4 * d);
+                return no("residual", self.residual.to_string(), reason);
+            }
+        }
+        match self.grid {
+            Grid::Affine { group } | Grid::ChannelAffine { group } => {
+                let per_token = matches!(self.grid, Grid::Affine { .. });
+                let fits: Vec<u16> =
+                    [32u16, 64, 128].into_iter().filter(|&g| !per_token || d % g as usize == 0).collect();
+                if !fits.contains(&group) || (!per_token && (2 * d) % group as usize != 0) {
+                    return no("group", group.to_string(), format!("head_dim {d} takes {fits:?}"));
+                }
+                if outliers > 0 || self.residual != Residual::None {
+                    return no(
+                        "grid",
+                        self.grid.to_string(),
+                        "goes with neither outliers nor a residual".into(),
+                    );
+                }
+                if !per_token && (self.rotation != RotationKind::Identity || self.equalised) {
+                    return no(
+                        "grid",
+                        self.grid.to_string(),
+                        "takes channels as they are, without a rotation".into(),
+                    );
+                }
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for RotationKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            RotationKind::Identity => "identity",
+            RotationKind::Dense => "dense",
+            RotationKind::Hadamard => "hadamard",
+        })
+    }
+}
+
+impl fmt::Display for Grid {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Grid::Uniform => f.write_str("uniform"),
+            Grid::Lloyd => f.write_str("lloyd"),
+            Grid::Beta => f.write_str("beta"),
+            Grid::Fitted => f.write_str("fitted"),
+            Grid::Affine { group } => write!(f, "affine{group}"),
+            Grid::ChannelAffine { group } => write!(f, "channel-affine{group}"),
+        }
+    }
+}
+
+impl fmt::Display for ScaleRule {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ScaleRule::Plain => "plain",
+            ScaleRule::Matched => "matched",
+            ScaleRule::Unbiased => "unbiased",
+            ScaleRule::LeastSquares => "least-squares",
+        })
+    }
+}
+
+impl fmt::Display for ScaleFormat {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ScaleFormat::F16 => "f16",
+            ScaleFormat::Log8 => "log8",
+        })
+    }
+}
+
+impl fmt::Display for Residual {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Residual::None => f.write_str("no-residual"),
+            Residual::Qjl { projections, rounds } => write!(f, "qjl{projections}x{rounds}"),
+        }
+    }
+}
+
+impl fmt::Display for CodecSpec {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "d{}:b{}", self.head_dim, self.bits)?;
+        if self.outliers > 0 {
+            write!(f, "+{}", self.outliers)?;
+        }
+        if self.equalised {
+            f.write_str(":equalised")?;
+        }
+        write!(f, ":{}:{}:{}:{}", self.rotation, self.grid, self.scale, self.format)?;
+        if self.residual != Residual::None {
+            write!(f, ":{}", self.residual)?;
+        }
+        write!(f, ":seed{}", self.seed)
+    }
+}
+
+impl FromStr for CodecSpec {
+    type Err = Error;
+
+    /// Terms may come in any order; what is left out keeps the value of [`CodecSpec::new`] for 128 channels, 4 bits, Lloyd-Max.
+    fn from_str(text: &str) -> Result<CodecSpec> {
+        let fail = |reason: String| Error::Parse { what: "codec spec", text: text.into(), reason };
+        let mut spec = CodecSpec::new(128, 4, Grid::Lloyd);
+        for term in text.split(':') {
+            spec.read_term(term).ok_or_else(|| fail(format!("unknown term {term:?}")))?;
+        }
+        spec.validate()?;
+        Ok(spec)
+    }
+}
+
+impl CodecSpec {
+    fn read_term(&mut self, term: &str) -> Option<()> {
+        match term {
+            "equalised" => self.equalised = true,
+            "identity" => self.rotation = RotationKind::Identity,
+            "dense" => self.rotation = RotationKind::Dense,
+            "hadamard" => self.rotation = RotationKind::Hadamard,
+            "uniform" => self.grid = Grid::Uniform,
+            "lloyd" => self.grid = Grid::Lloyd,
+            "beta" => self.grid = Grid::Beta,
+            "fitted" => self.grid = Grid::Fitted,
+            "plain" => self.scale = ScaleRule::Plain,
+            "matched" => self.scale = ScaleRule::Matched,
+            "unbiased" => self.scale = ScaleRule::Unbiased,
+            "least-squares" => self.scale = ScaleRule::LeastSquares,
+            "f16" => self.format = ScaleFormat::F16,
+            "log8" => self.format = ScaleFormat::Log8,
+            "no-residual" => self.residual = Residual::None,
+            _ => {
+                let number = |prefix: &str| term.strip_prefix(prefix);
+                if let Some(n) = number("channel-affine") {
+                    self.grid = Grid::ChannelAffine { group: n.parse().ok()? };
+                } else if let Some(n) = number("affine") {
+                    self.grid = Grid::Affine { group: n.parse().ok()? };
+                } else if let Some(n) = number("seed") {
+                    self.seed = n.parse().ok()?;
+                } else if let Some((m, r)) = number("qjl").and_then(|n| n.split_once('x')) {
+                    self.residual = Residual::Qjl { projections: m.parse().ok()?, rounds: r.parse().ok()? };
+                } else if let Some((b, n)) = number("b").and_then(|n| n.split_once('+')) {
+                    (self.bits, self.outliers) = (b.parse().ok()?, n.parse().ok()?);
+                } else if let Some(n) = number("b") {
+                    (self.bits, self.outliers) = (n.parse().ok()?, 0);
+                } else {
+                    self.head_dim = number("d")?.parse().ok()?;
+                }
+            }
+        }
+        Some(())
+    }
+}
+
+impl From<CodecSpec> for String {
+    fn from(spec: CodecSpec) -> String {
+        spec.to_string()
+    }
+}
+
+impl TryFrom<String> for CodecSpec {
+    type Error = Error;
+    fn try_from(text: String) -> Result<CodecSpec> {
+        text.parse()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_variant_reads_back_what_it_writes() {
+        let mut seen = 0;
+        for rotation in [RotationKind::Identity, RotationKind::Dense, RotationKind::Hadamard] {
+            for grid in [
+                Grid::Uniform,
+                Grid::Lloyd,
+                Grid::Beta,
+                Grid::Fitted,
+                Grid::Affine { group: 64 },
+                Grid::ChannelAffine { group: 32 },
+            ] {
+                for scale in
+                    [ScaleRule::Plain, ScaleRule::Matched, ScaleRule::Unbiased, ScaleRule::LeastSquares]
+                {
+                    for residual in [Residual::None, Residual::Qjl { projections: 64, rounds: 2 }] {
+                        for (outliers, format) in [(0, ScaleFormat::F16), (32, ScaleFormat::Log8)] {
+                            let base = CodecSpec::new(128, 3, grid);
+                            let spec =
+                                CodecSpec { rotation, scale, residual, outliers, format, seed: 9, ..base };
+                            let spec = CodecSpec { equalised: outliers > 0, ..spec };
+                            if spec.validate().is_ok() {
+                                assert_eq!(spec.to_string().parse::<CodecSpec>().unwrap(), spec);
+                                seen += 1;
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        assert!(seen > 150, "{seen} valid specs");
+    }
+
+    #[test]
+    fn bad_fields_are_named() {
+        for (text, field) in [
+            ("d0", "head_dim"),
+            ("d7", "head_dim"),
+            ("d65538", "head_dim"),
+            ("b0", "bits"),
+            ("b9", "bits"),
+            ("b2+128", "outliers"),
+            ("qjl31x1", "residual"),
+            ("d80:affine32", "group"),
+            ("d96:affine64", "group"),
+        ] {
+            match text.parse::<CodecSpec>() {
+                Err(Error::Unsupported { field: f, .. }) => assert_eq!(f, field, "{text}"),
+                other => panic!("{text}: {other:?}"),
+            }
+        }
+        assert!(matches!("d128:b4:hadamart".parse::<CodecSpec>(), Err(Error::Parse { .. })));
+        assert!("".parse::<CodecSpec>().is_err());
+    }
+}

@@ -1,0 +1,176 @@
+//! Both engines against the row form: codecs x head dims x lengths, for every stage.
+
+mod common;
+
+use common::*;
+use turbomoq::codec::Codec;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::{Dtype, Tensor};
+
+const DIMS: [usize; 9] = [32, 64, 80, 96, 112, 128, 192, 256, 576];
+const LENGTHS: [usize; 7] = [1, 2, 31, 32, 33, 255, 257];
+
+/// Lengths to try for a codec: all for one head dim, a rotating pair for the others, so that every pair of neighbours is met.
+fn lengths(codec: &Codec, dim: usize, turn: usize) -> Vec<usize> {
+    let tile = codec.spec().tile();
+    let pick = |i: usize| LENGTHS[i % LENGTHS.len()];
+    let list = if dim == 64 { LENGTHS.to_vec() } else { vec![pick(turn), pick(turn * 3 + 1)] };
+    list.into_iter().map(|t| t.div_ceil(tile) * tile).collect()
+}
+
+#[test]
+fn cpu_codes_equal_the_row_form_bit_for_bit() {
+    for dim in DIMS {
+        for (turn, spec) in specs(dim).into_iter().enumerate() {
+            let codec = codec(spec).unwrap();
+            for t in lengths(&codec, dim, turn) {
+                let x = keys(&[2, 2, t, dim], turn as u64);
+                let frame = Cpu.frame(&codec, turn % 2 == 0, &x, None).unwrap();
+                let codes = Cpu.encode(&codec, frame.clone(), &x).unwrap();
+                let decoded = Cpu.decode(&codes, Dtype::F32).unwrap().to_f32().unwrap();
+                if codec.channel().is_some() {
+                    continue; // its rows are channels; see `channel_affine_rows_are_channels`
+                }
+                let (words, scales, rows) = encode_rows(&codec, &frame, &x);
+                assert_eq!(codes.words().to_vec::<u32>().unwrap(), words, "words of {spec}, {t} tokens");
+                assert_eq!(scale_codes(&codes), scales, "scales of {spec}, {t} tokens");
+                assert_eq!(decoded, rows, "decoded rows of {spec}, {t} tokens");
+            }
+        }
+    }
+}
+
+/// Decoded vectors in f64 give what scores and sums must be.
+fn check_products<E: Engine>(engine: &E, dims: &[usize]) {
+    for &dim in dims {
+        for (turn, spec) in specs(dim).into_iter().enumerate() {
+            let codec = codec(spec).unwrap();
+            for t in lengths(&codec, dim, turn) {
+                let (b, h, rep, l) = (2, 2, 1 + turn % 3, 1 + turn % 2);
+                let host = keys(&[b, h, t, dim], turn as u64);
+                let x = engine.put(&host).unwrap();
+                let frame = engine.frame(&codec, turn % 2 == 0, &x, None).unwrap();
+                let codes = engine.encode(&codec, frame, &x).unwrap();
+                let decoded =
+                    engine.get(&engine.decode(&codes, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
+
+                let q = gauss(&[b, h * rep, l, dim], 500 + turn as u64);
+                let scores = engine.get(&engine.scores(&codes, &engine.put(&q).unwrap()).unwrap()).unwrap();
+                assert_eq!(scores.shape(), [b, h * rep, l, t]);
+                // QJL scores are another estimator than the reconstruction: unbiased, where that is shrunk.
+                if codec.qjl().is_none() {
+                    let q = q.to_f32().unwrap();
+                    for (i, s) in scores.to_f32().unwrap().iter().enumerate() {
+                        let (row, token) = (i / t, i % t);
+                        let (q, k) =
+                            (&q[row * dim..][..dim], &decoded[(row / (rep * l) * t + token) * dim..][..dim]);
+                        let bound = 2e-5 * (dot(q, q) * dot(k, k)).sqrt() + 1e-4;
+                        let want = dot(q, k);
+                        assert!(
+                            (f64::from(*s) - want).abs() < bound,
+                            "{spec}, {t} tokens: score {s}, exact {want}"
+                        );
+                    }
+                }
+
+                let w = gauss(&[b, h * rep, l, t], 600 + turn as u64);
+                let sums =
+                    engine.get(&engine.weighted_sum(&codes, &engine.put(&w).unwrap()).unwrap()).unwrap();
+                assert_eq!(sums.shape(), [b, h * rep, l, dim]);
+                let (w, sums) = (w.to_f32().unwrap(), sums.to_f32().unwrap());
+                for (row, sum) in sums.chunks_exact(dim).enumerate() {
+                    let w = &w[row * t..][..t];
+                    let values = &decoded[row / (rep * l) * t * dim..][..t * dim];
+                    for (c, s) in sum.iter().enumerate() {
+                        let terms =
+                            w.iter().zip(values.iter().skip(c).step_by(dim)).map(|(w, v)| f64::from(w * v));
+                        let (want, size) = terms.fold((0.0, 0.0), |(sum, size), x| (sum + x, size + x.abs()));
+                        assert!(
+                            (f64::from(*s) - want).abs() < 1e-5 * size + 2e-3,
+                            "{spec}, {t} tokens: sum {s}, exact {want}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn cpu_products_follow_the_decoded_vectors() {
+    check_products(&Cpu, &DIMS);
+}
+
+#[test]
+fn prepared_scores_agree_with_the_row_form_for_a_residual() {
+    for spec in specs(64).into_iter().filter(|s| s.residual != turbomoq::spec::Residual::None) {
+        let codec = codec(spec).unwrap();
+        let (x, q) = (keys(&[1, 1, 33, 64], 3), gauss(&[1, 1, 1, 64], 4));
+        let frame = Cpu.frame(&codec, true, &x, None).unwrap();
+        let codes = Cpu.encode(&codec, frame.clone(), &x).unwrap();
+        let scores = Cpu.scores(&codes, &q).unwrap().to_f32().unwrap();
+        let (words, scales, _) = encode_rows(&codec, &frame, &x);
+        let (tables, mut scratch) = (Tables::new(&frame), codec.scratch());
+        let prepared = codec.prepare_row(tables.row(0, 64), &q.to_f32().unwrap(), &mut scratch);
+        for (t, score) in scores.iter().enumerate() {
+            let (w, s) =
+                (&words[t * codec.row_words()..][..codec.row_words()], &scales[t * codec.row_scales()..]);
+            let row = codec.score_row(&prepared, w, &s[..codec.row_scales()], &mut scratch);
+            assert_eq!(*score, row, "{spec}, token {t}");
+        }
+    }
+}
+
+#[test]
+fn channel_affine_rows_are_channels() {
+    // T08 and KIVI: the range of a channel over its group of tokens, nothing else, decides its step.
+    let codec = codec("d64:b2:identity:channel-affine32".parse().unwrap()).unwrap();
+    let x = keys(&[1, 2, 64, 64], 5);
+    let codes = Cpu.encode(&codec, Default::default(), &x).unwrap();
+    let back = Cpu.decode(&codes, Dtype::F32).unwrap().to_f32().unwrap();
+    let x = x.to_f32().unwrap();
+    for (head, tile, c) in (0..2).flat_map(|h| (0..2).flat_map(move |g| (0..64).map(move |c| (h, g, c)))) {
+        let at = |t: usize| head * 64 * 64 + (tile * 32 + t) * 64 + c;
+        let channel: Vec<f32> = (0..32).map(|t| x[at(t)]).collect();
+        let (low, high) = channel.iter().fold((f32::MAX, f32::MIN), |(l, h), &x| (l.min(x), h.max(x)));
+        let step = (high - low) / 3.0;
+        for t in 0..32 {
+            let error = (back[at(t)] - x[at(t)]).abs();
+            // MLX's rule moves the step so that the far end and zero are hit: at most half a step more.
+            assert!(
+                error <= 1.01 * step,
+                "head {head}, tile {tile}, channel {c}: {error} for a step of {step}"
+            );
+        }
+    }
+    assert!(matches!(codes.slice(0, 33), Err(turbomoq::Error::Range { .. })));
+    let joined =
+        turbomoq::codes::Codes::concat(&[codes.slice(0, 32).unwrap(), codes.slice(32, 64).unwrap()]).unwrap();
+    assert_eq!(joined.words(), codes.words());
+}
+
+#[test]
+fn one_token_at_a_time_gives_the_same_bytes() {
+    // T01: bulk and single appends, and less error with more bits.
+    for dim in [64, 128, 256] {
+        let mut last = f64::INFINITY;
+        for bits in [2, 3, 4, 8] {
+            let codec =
+                codec(turbomoq::spec::CodecSpec::new(dim, bits, turbomoq::spec::Grid::Lloyd)).unwrap();
+            let x =
+                Tensor::from_f32(Dtype::F16, &[1, 8, 33, dim], gauss(&[1, 8, 33, dim], 8).to_f32().unwrap())
+                    .unwrap();
+            let bulk = Cpu.encode(&codec, Default::default(), &x).unwrap();
+            let one = |t| Cpu.encode(&codec, Default::default(), &x.slice(2, t, t + 1).unwrap()).unwrap();
+            let parts: Vec<_> = (0..33).map(one).collect();
+            let single = turbomoq::codes::Codes::concat(&parts).unwrap();
+            assert_eq!(single.words(), bulk.words());
+            assert_eq!(single.scales(), bulk.scales());
+            let back = Cpu.decode(&single, Dtype::F32).unwrap().to_f32().unwrap();
+            let error = relative_mse(&x.to_f32().unwrap(), &back);
+            assert!(error < last, "d {dim}, {bits} bits: {error}");
+            last = error;
+        }
+    }
+}
