@@ -4,6 +4,7 @@ pub mod bits;
 pub mod codebook;
 pub mod codec;
 pub mod codes;
+pub mod compressor;
 pub mod cpu;
 pub mod engine;
 pub mod error;

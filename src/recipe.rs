@@ -89,10 +89,8 @@ impl Recipe {
         if let Residual::Qjl { projections, rounds } = spec.residual {
             spec.residual = Residual::Qjl { projections: scaled(projections.into(), 32) as u16, rounds };
         }
-        if let Grid::Affine { group: 64 } = spec.grid {
-            if head_dim % 64 != 0 {
-                spec.grid = Grid::Affine { group: 32 };
-            }
+        if spec.grid == (Grid::Affine { group: 64 }) && head_dim % 64 != 0 {
+            spec.grid = Grid::Affine { group: 32 };
         }
         spec.validate()?;
         Ok(Some(spec))

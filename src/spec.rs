@@ -169,15 +169,14 @@ impl CodecSpec {
                 format!("a multiple of 8 below {d}, at most 7 bits"),
             );
         }
-        if let Residual::Qjl { projections, rounds } = self.residual {
-            if projections == 0
-                || projections % 32 != 0
-                || projections as usize > 4 * d
-                || !(1..=8).contains(&rounds)
-            {
-                let reason = format!("projections: a multiple of 32 up to {}; rounds: 1 to 8", 4 * d);
-                return no("residual", self.residual.to_string(), reason);
-            }
+        if let Residual::Qjl { projections, rounds } = self.residual
+            && !(projections > 0
+                && projections % 32 == 0
+                && projections as usize <= 4 * d
+                && (1..=8).contains(&rounds))
+        {
+            let reason = format!("projections: a multiple of 32 up to {}; rounds: 1 to 8", 4 * d);
+            return no("residual", self.residual.to_string(), reason);
         }
         match self.grid {
             Grid::Affine { group } | Grid::ChannelAffine { group } => {

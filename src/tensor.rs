@@ -262,6 +262,14 @@ impl Tensor {
         Ok(map!(self, a => a.clone().permuted_axes(IxDyn(axes))))
     }
 
+    /// The same elements in a buffer of their own, so that a view does not keep a larger buffer alive.
+    pub fn compact(&self) -> Tensor {
+        fn own<T: Element>(a: &ArcArray<T, IxDyn>) -> Tensor {
+            T::wrap(a.as_standard_layout().to_owned().into_shared())
+        }
+        each!(self, a => own(a))
+    }
+
     /// Row-major index and value of the first NaN or infinity, if the tensor is a float one and has any.
     pub fn first_non_finite(&self) -> Option<(usize, f32)> {
         let find = |it: &mut dyn Iterator<Item = f32>| it.enumerate().find(|(_, x)| !x.is_finite());
