@@ -2,7 +2,7 @@
 # Prepares MLX for this repository, so that `cargo build` and `cargo test` work.
 #
 #   mlx/setup.sh                  Linux: MLX on the CPU, and the Python environments of the interop tests
-#   mlx/setup.sh --backend cuda   Linux: MLX for NVIDIA GPUs (CUDA 13) in place of the CPU
+#   mlx/setup.sh --backend cuda   Linux: MLX for NVIDIA GPUs (CUDA 13); a plain run switches back, and both stay installed
 #   mlx/setup.sh --no-python      leaves the Python environments out
 #   mlx/setup.sh --python         macOS: makes the Python environments too (Linux: the default)
 #
@@ -45,12 +45,6 @@ begin() {
   say "mlx: $step"
 }
 
-# is_done STAMP KEY / mark_done STAMP KEY: a step is done when its stamp holds the key of everything the step depends on.
-is_done() { [[ -f $runtime/$1.stamp && $(<"$runtime/$1.stamp") == "$2" ]]; }
-mark_done() { printf '%s\n' "$2" >"$runtime/$1.stamp"; }
-
-# ---------------------------------------------------------------------------------------------------------------- checks
-
 check_macos() {
   step="checking the tools" hint=""
   xcode-select -p >/dev/null 2>&1 || fail "no Xcode command line tools. Get them with: xcode-select --install"
@@ -74,37 +68,31 @@ check_linux() {
 }
 
 check_python() {
-  command -v python3 >/dev/null || fail "no python3. On Debian or Ubuntu: apt-get install python3-venv"
-  python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "python3 is $(python3 -V 2>&1); MLX's packages for it need 3.11 or later."
-  python3 -c 'import venv, ensurepip' 2>/dev/null ||
-    fail "python3 cannot make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"
+  python3 -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null ||
+    fail "no python3 of version 3.11 or later that can make virtual environments. On Debian or Ubuntu: apt-get install python3-venv"
 }
 
-# ----------------------------------------------------------------------------------------------------------------- steps
-
-# make_venv NAME PACKAGE...: an environment with these packages, made anew unless the stamp says it is there.
+# make_venv NAME PACKAGE...: an environment with these packages, made anew unless its stamp says that all of them are in.
 make_venv() {
-  local name=$1 key
+  local venv=$runtime/$1
   shift
-  key="$base_key $*"
-  is_done "$name" "$key" && return
-  begin "installing $* in mlx/.runtime/$name" "pip must reach PyPI; its message is above."
-  rm -rf "${runtime:?}/$name"
-  python3 -m venv "$runtime/$name"
-  "$runtime/$name/bin/pip" install --quiet --disable-pip-version-check --no-input "$@"
-  mark_done "$name" "$key"
+  # An environment holds absolute paths and needs the interpreter that made it.
+  local key
+  key="$repo $(command -v python3) $*"
+  [[ -f $venv/stamp && $(<"$venv/stamp") == "$key" ]] && return
+  begin "installing $* in ${venv#"$repo/"}" "pip must reach PyPI; its message is above."
+  rm -rf "$venv"
+  python3 -m venv "$venv"
+  # Python compiles what a test imports; compiling all of it here would take most of the time.
+  "$venv/bin/pip" install --quiet --disable-pip-version-check --no-input --no-compile "$@"
+  printf '%s\n' "$key" >"$venv/stamp"
 }
 
 make_test_venvs() {
-  local backend_old=() backend_new=()
-  if [[ $system == Linux ]]; then
-    backend_old=("mlx-cpu==$MLX_FOR_LM_OLD") backend_new=("mlx-cpu==$MLX_FOR_LM_NEW")
-  fi
-  make_venv venv-0.31 "mlx-lm==$MLX_LM_OLD" "mlx==$MLX_FOR_LM_OLD" ${backend_old[@]+"${backend_old[@]}"} \
-    "transformers==$TRANSFORMERS" "numpy==$NUMPY"
-  make_venv venv-0.32 "mlx-lm==$MLX_LM_NEW" "mlx==$MLX_FOR_LM_NEW" ${backend_new[@]+"${backend_new[@]}"} \
-    "transformers==$TRANSFORMERS" "numpy==$NUMPY"
+  local mlx=mlx
+  [[ $system == Linux ]] && mlx="mlx[cpu]"
+  make_venv venv-0.31 "mlx-lm==$MLX_LM_OLD" "$mlx==$MLX_FOR_LM_OLD" "transformers==$TRANSFORMERS" "numpy==$NUMPY"
+  make_venv venv-0.32 "mlx-lm==$MLX_LM_NEW" "$mlx==$MLX_FOR_LM_NEW" "transformers==$TRANSFORMERS" "numpy==$NUMPY"
 }
 
 # Prints the folder of mlx-sys in Cargo's registry, after Cargo has fetched it.
@@ -121,13 +109,15 @@ print(os.path.dirname(found["mlx-sys"]["manifest_path"]))
 ' "$MLX_SYS" "$MLX_RS"
 }
 
-# mlx-c, the glue and the bindings, in $runtime/native.
+# Makes mlx-c, the glue and the bindings, and sets `native` to their folder. Its name holds the hash of all that went in:
+# Cargo builds mlx-sys again only when the name changes, not when the files do.
 build_native() {
-  local key mlx_sys tools=$runtime/mlx build=$runtime/build
-  key="$base_key $backend $(cat "$here"/native/*.* "$here"/native/bindgen/*.* | sha256sum) $("$cxx" --version | head -n 1)"
-  is_done native "$key" && [[ -f $runtime/native/bindings.rs ]] && return
+  local key mlx_sys tools=$runtime/mlx-$backend build=$runtime/build new=$runtime/native.new
+  key=$({ "$cxx" --version && cat "$here/VERSIONS" "$here"/native/*.* "$here"/native/bindgen/*.*; } | sha256sum)
+  native=$runtime/native-$backend-${key:0:12}
+  [[ -d $native ]] && return
 
-  begin "fetching the sources of mlx-sys $MLX_SYS" "cargo must reach crates.io; its message is above."
+  begin "fetching the sources of mlx-sys $MLX_SYS" "cargo must reach crates.io, and Cargo.toml must have the versions of mlx/VERSIONS."
   mlx_sys=$(find_mlx_sys)
   local lists=$mlx_sys/src/mlx-c/CMakeLists.txt
   if ! grep -q "MLX_C_VERSION $MLX_C)" "$lists" || ! grep -q "GIT_TAG v$MLX)" "$lists"; then
@@ -137,27 +127,37 @@ build_native() {
     fail "mlx/native/bindgen/Cargo.toml does not pin bindgen $BINDGEN, as mlx/VERSIONS does."
 
   begin "building mlx-c $MLX_C against MLX $MLX" "the compiler's message is above; $cxx must know C++20 (gcc 11 or later)."
-  rm -rf "$build" "$runtime/native"
-  mkdir -p "$build" "$runtime/native"
+  rm -rf "$build" "$new"
+  mkdir -p "$build" "$new"
   "$tools/bin/cmake" -S "$here/native" -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$tools/bin/ninja" \
     -DCMAKE_CXX_COMPILER="$cxx" -DCMAKE_BUILD_TYPE=Release -DMLX_WHEEL="$wheel" -DMLX_C_SOURCE="$mlx_sys/src/mlx-c" \
     --log-level=WARNING >/dev/null
   "$tools/bin/cmake" --build "$build" -- --quiet
-  cp "$build/mlx-c/libmlxc.a" "$build/libmlxglue.a" "$runtime/native/"
+  cp "$build/mlx-c/libmlxc.a" "$build/libmlxglue.a" "$new/"
 
   begin "writing the Rust bindings of mlx-c" "libclang comes from PyPI; a message of bindgen or cargo is above."
   # Run outside of the repository, where Cargo does not read an earlier .cargo/config.toml of it.
   (cd "$repo/.." && MLX_SYS=$mlx_sys cargo build --quiet --locked --manifest-path "$here/native/bindgen/Cargo.toml" \
     --target-dir "$runtime/bindgen")
   LIBCLANG_PATH=$site/clang/native "$runtime/bindgen/debug/mlx-bindings" "$mlx_sys" "$here/native/bindings.h" \
-    "$("$cxx" -print-file-name=include)" "$runtime/native/bindings.rs"
-  rm -rf "$build" "$runtime/bindgen"
-  mark_done native "$key"
+    "$("$cxx" -print-file-name=include)" "$new/bindings.rs"
+  rm -rf "$build" "$runtime/bindgen" "$runtime/native-$backend-"*
+  mv "$new" "$native"
 }
 
 # Prints the path of OpenBLAS, or nothing.
 find_openblas() {
   PATH=$PATH:/sbin:/usr/sbin ldconfig -p 2>/dev/null | awk '$1 == "libopenblas.so.0" { print $NF; exit }' || true
+}
+
+# Prints a value for OPENBLAS_CORETYPE where OpenBLAS is older than the CPU: it then takes its slowest kernels, without AVX.
+find_core() {
+  grep -qw avx2 /proc/cpuinfo || return 0
+  env -u OPENBLAS_CORETYPE python3 -c '
+import ctypes, sys
+name = ctypes.CDLL(sys.argv[1]).openblas_get_corename
+name.restype = ctypes.c_char_p
+print("Haswell" if name() == b"Prescott" else "")' "$1" || true
 }
 
 # The config is compared at every run, so that an OpenBLAS that came or went is noticed.
@@ -167,13 +167,18 @@ write_config() {
     # Linked by the program itself, OpenBLAS comes before the slow BLAS of the wheel when MLX's cblas_* calls are bound.
     link+=", \"-C\", \"link-arg=-Wl,--push-state,--no-as-needed,$openblas,--pop-state\""
   fi
+  local environment=""
+  [[ -n $core ]] && environment="
+[env]
+OPENBLAS_CORETYPE = \"$core\"
+"
   local text="$config_mark
 # It stands in for the build script of mlx-sys, which knows only macOS.
-
+$environment
 [target.$triple.mlx]
-rustc-link-search = [\"native=$runtime/native\", \"native=$wheel/lib\"]
+rustc-link-search = [\"native=$native\", \"native=$wheel/lib\"]
 rustc-link-lib = [\"static=mlxc\", \"static=mlxglue\", \"dylib=mlx\", \"dylib=stdc++\"]
-rustc-env = { OUT_DIR = \"$runtime/native\" }
+rustc-env = { OUT_DIR = \"$native\" }
 
 [target.$triple]
 rustflags = [$link]
@@ -181,12 +186,11 @@ rustdocflags = [$link]"
   [[ -f $config && $(<"$config") == "$text" ]] && return
   step="writing $config" hint="the folder must be writable."
   mkdir -p "$repo/.cargo"
-  printf '%s\n' "$text" >"$config.new"
-  mv "$config.new" "$config"
+  printf '%s\n' "$text" >"$runtime/config.new"
+  mv "$runtime/config.new" "$config"
 }
 
-# ------------------------------------------------------------------------------------------------------------------ main
-
+# From here on the script runs.
 system=$(uname -s)
 cxx=${CXX:-c++}
 backend=cpu
@@ -201,9 +205,6 @@ while (($#)); do
     *) fail "unknown argument $1; see mlx/setup.sh --help" ;;
   esac
 done
-
-# All steps depend on where the repository is (environments hold absolute paths) and on the interpreter.
-base_key="$repo $(command -v python3 || true)"
 
 case $system in
   Darwin)
@@ -227,19 +228,21 @@ if command -v flock >/dev/null; then flock 9; fi
 step="asking rustc for its target" hint="rustc must be on the PATH beside cargo."
 triple=$(rustc -vV | sed -n 's/^host: //p')
 
-package=mlx-cpu
-[[ $backend == cuda ]] && package=mlx-cuda-13
-make_venv mlx "mlx==$MLX" "$package==$MLX" "cmake==$CMAKE" "ninja==$NINJA" "libclang==$LIBCLANG"
+package="mlx-cpu"
+[[ $backend == cuda ]] && package="mlx-cuda-13"
+make_venv "mlx-$backend" "mlx==$MLX" "$package==$MLX" "cmake==$CMAKE" "ninja==$NINJA" "libclang==$LIBCLANG"
 step="looking for the MLX wheel" hint="remove mlx/.runtime and run the script again."
-site=$(echo "$runtime"/mlx/lib/python3*/site-packages)
+site=$(echo "$runtime/mlx-$backend"/lib/python3*/site-packages)
 wheel=$site/mlx
 [[ -f $wheel/lib/libmlx.so ]]
 
 build_native
 openblas=$(find_openblas)
+core=""
+[[ -n $openblas ]] && core=$(find_core "$openblas")
 write_config
 [[ $python == yes ]] && make_test_venvs
 
 blas="the BLAS of the wheel, which is slow; for OpenBLAS: apt-get install libopenblas0, then this script again"
-[[ -n $openblas ]] && blas="OpenBLAS ($openblas)"
+[[ -n $openblas ]] && blas="OpenBLAS ($openblas${core:+, OPENBLAS_CORETYPE=$core under cargo})"
 say "mlx: ready. MLX $MLX on $backend, mlx-rs $MLX_RS, $blas."
