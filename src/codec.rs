@@ -126,6 +126,11 @@ impl Codec {
                 word += words;
             }
         }
+        if affine && bands.len() > 1 {
+            let reason =
+                "affine groups take a head dim that is rotated whole; the dense rotation does that".into();
+            return Err(Error::Unsupported { field: "head_dim", value: spec.head_dim.to_string(), reason });
+        }
         let qjl = match spec.residual {
             Residual::None => None,
             Residual::Qjl { projections, rounds } => {

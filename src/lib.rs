@@ -9,7 +9,11 @@ pub mod cpu;
 pub mod engine;
 pub mod error;
 pub mod frame;
+#[cfg(feature = "mlx")]
+pub mod graph;
 pub mod grid;
+#[cfg(feature = "mlx")]
+pub mod mlx_ops;
 pub mod qjl;
 pub mod recipe;
 pub mod rng;

@@ -102,6 +102,114 @@ fn cpu_products_follow_the_decoded_vectors() {
     check_products(&Cpu, &DIMS);
 }
 
+#[cfg(feature = "mlx")]
+mod graph {
+    use super::*;
+    use turbomoq::graph::Graph;
+    use turbomoq::rotation::dot as dot32;
+
+    /// Codes of the two engines differ only where a coordinate lies on a border within rounding, and scales by one step of
+    /// their format.
+    #[test]
+    fn graph_codes_equal_the_row_form_up_to_ties() {
+        let graph = Graph::new();
+        for dim in DIMS {
+            for (turn, spec) in specs(dim).into_iter().enumerate() {
+                let codec = codec(spec).unwrap();
+                for t in lengths(&codec, dim, turn) {
+                    let x = keys(&[2, 2, t, dim], turn as u64);
+                    let frame = Cpu.frame(&codec, turn % 2 == 0, &x, None).unwrap();
+                    let put = |t: &Option<Tensor>| t.as_ref().map(|t| graph.put(t).unwrap());
+                    let device = turbomoq::codes::Frame {
+                        centre: put(&frame.centre),
+                        gain: put(&frame.gain),
+                        order: put(&frame.order),
+                    };
+                    let codes = graph.encode(&codec, device, &graph.put(&x).unwrap()).unwrap();
+                    let host = Cpu.encode(&codec, frame, &x).unwrap();
+                    let words = graph.get(codes.words()).unwrap().to_vec::<u32>().unwrap();
+                    let want = host.words().to_vec::<u32>().unwrap();
+                    let different = words.iter().zip(&want).filter(|(a, b)| a != b).count();
+                    // A tie needs a coordinate within 1e-6 of a border: one word in a thousand would already be many.
+                    let allowed = 1 + want.len() / 1000;
+                    assert!(
+                        different <= allowed,
+                        "{spec}, {t} tokens: {different} of {} words differ",
+                        want.len()
+                    );
+                    let (a, b) =
+                        (graph.decode(&codes, Dtype::F32).unwrap(), Cpu.decode(&host, Dtype::F32).unwrap());
+                    let (a, b) = (graph.get(&a).unwrap().to_f32().unwrap(), b.to_f32().unwrap());
+                    let far = relative_mse(&b, &a);
+                    assert!(far < 1e-5, "{spec}, {t} tokens: decoded rows differ by {far}");
+                }
+            }
+        }
+    }
+
+    /// The same codes decode to the same vectors on both engines.
+    #[test]
+    fn graph_decodes_what_the_cpu_packed() {
+        let graph = Graph::new();
+        for dim in DIMS {
+            for (turn, spec) in specs(dim).into_iter().enumerate() {
+                let codec = codec(spec).unwrap();
+                let t = 3 * codec.spec().tile();
+                let x = keys(&[1, 2, t, dim], turn as u64);
+                let frame = Cpu.frame(&codec, true, &x, None).unwrap();
+                let host = Cpu.encode(&codec, frame.clone(), &x).unwrap();
+                let put = |t: &Tensor| graph.put(t).unwrap();
+                let device = turbomoq::codes::Frame {
+                    centre: frame.centre.as_ref().map(put),
+                    gain: frame.gain.as_ref().map(put),
+                    order: frame.order.as_ref().map(put),
+                };
+                let codes = turbomoq::codes::Codes::new(codec, device, put(host.words()), put(host.scales()))
+                    .unwrap();
+                let got = graph.get(&graph.decode(&codes, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
+                let want = Cpu.decode(&host, Dtype::F32).unwrap().to_f32().unwrap();
+                for (a, b) in got.chunks_exact(dim).zip(want.chunks_exact(dim)) {
+                    let bound = 2e-6 * dot32(b, b).sqrt() + 1e-6;
+                    assert!(
+                        greatest_difference(a, b) < bound,
+                        "{spec}: {} over {bound}",
+                        greatest_difference(a, b)
+                    );
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn graph_products_follow_the_decoded_vectors() {
+        check_products(&Graph::new(), &[64, 80, 128, 576]);
+    }
+
+    #[test]
+    fn graph_frames_equal_those_of_the_cpu() {
+        let graph = Graph::new();
+        for spec in ["d64:b2+32:equalised", "d128:b3:equalised", "d64:b2+16"] {
+            let codec = codec(spec.parse().unwrap()).unwrap();
+            let d = codec.spec().head_dim;
+            let (x, q) = (keys(&[2, 2, 65, d], 1), gauss(&[2, 6, 9, d], 2));
+            for queries in [None, Some(&q)] {
+                let host = Cpu.frame(&codec, true, &x, queries).unwrap();
+                let queries = queries.map(|q| graph.put(q).unwrap());
+                let device = graph.frame(&codec, true, &graph.put(&x).unwrap(), queries.as_ref()).unwrap();
+                for (a, b) in [(&host.centre, &device.centre), (&host.gain, &device.gain)] {
+                    assert_eq!(a.is_some(), b.is_some());
+                    if let (Some(a), Some(b)) = (a, b) {
+                        let (a, b) = (a.to_f32().unwrap(), graph.get(b).unwrap().to_f32().unwrap());
+                        assert!(greatest_difference(&a, &b) < 1e-4, "{spec}");
+                    }
+                }
+                let order = device.order.as_ref().map(|o| graph.get(o).unwrap().to_vec::<u32>().unwrap());
+                assert_eq!(host.order.map(|o| o.to_vec::<u32>().unwrap()), order, "{spec}");
+            }
+        }
+    }
+}
+
 #[test]
 fn prepared_scores_agree_with_the_row_form_for_a_residual() {
     for spec in specs(64).into_iter().filter(|s| s.residual != turbomoq::spec::Residual::None) {

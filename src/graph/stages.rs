@@ -1,0 +1,178 @@
+//! The pieces of a stage as MLX graphs: rotation, packing, look-up, scales. Shapes are [..., n] with the band last.
+
+use super::tables::{RotationTables, Tables, native_group};
+use crate::bits;
+use crate::error::Result;
+use crate::mlx_ops::{bitwise_and, left_shift, right_shift, slice};
+use crate::scale::{LOG_LOW, LOG_NAN, LOG_STEPS};
+use crate::spec::{ScaleFormat, ScaleRule};
+use mlx_rs::ops::{self, matmul, select};
+use mlx_rs::{Array, Dtype};
+
+/// A scalar.
+pub fn num(x: f32) -> Array {
+    Array::from_f32(x)
+}
+
+/// The same axes but the last.
+pub fn with_last(a: &Array, last: &[i32]) -> Vec<i32> {
+    let shape = a.shape();
+    [&shape[..shape.len() - 1], last].concat()
+}
+
+/// Inner product of the last axes, kept as an axis of one.
+pub fn dot(a: &Array, b: &Array) -> Result<Array> {
+    Ok(a.multiply(b)?.sum_axis(-1, true)?)
+}
+
+impl RotationTables {
+    /// y = R x.
+    pub fn forward(&self, x: &Array) -> Result<Array> {
+        let n = x.shape()[x.ndim() - 1];
+        Ok(match self {
+            RotationTables::Identity => x.clone(),
+            RotationTables::Dense(r) => matmul(x, r.t())?,
+            RotationTables::Hadamard(signs, factor) => {
+                let x = x.multiply(signs)?;
+                match factor {
+                    None => x.hadamard_transform(1.0 / (n as f32).sqrt())?,
+                    // Only powers of two go to the transform, whose sizes the CPU backend does not check.
+                    Some(f) => {
+                        let m = f.shape()[0];
+                        let x = x.reshape(&with_last(&x, &[m, n / m]))?.hadamard_transform(1.0)?;
+                        matmul(f, &x)?
+                            .reshape(&with_last_two(&x, n))?
+                            .multiply(num(1.0 / (n as f32).sqrt()))?
+                    }
+                }
+            }
+        })
+    }
+
+    /// x = R^T y.
+    pub fn inverse(&self, y: &Array) -> Result<Array> {
+        let n = y.shape()[y.ndim() - 1];
+        Ok(match self {
+            RotationTables::Identity => y.clone(),
+            RotationTables::Dense(r) => matmul(y, r)?,
+            RotationTables::Hadamard(signs, factor) => {
+                let norm = 1.0 / (n as f32).sqrt();
+                match factor {
+                    None => y.hadamard_transform(norm)?.multiply(signs)?,
+                    Some(f) => {
+                        let m = f.shape()[0];
+                        let x = matmul(f.t(), y.reshape(&with_last(y, &[m, n / m]))?)?
+                            .hadamard_transform(norm)?;
+                        x.reshape(&with_last_two(&x, n))?.multiply(signs)?
+                    }
+                }
+            }
+        })
+    }
+}
+
+fn with_last_two(a: &Array, last: i32) -> Vec<i32> {
+    let shape = a.shape();
+    [&shape[..shape.len() - 2], &[last]].concat()
+}
+
+/// Adds zeros at the end of the last axis up to a length.
+fn pad_last(a: &Array, len: i32) -> Result<Array> {
+    let missing = len - a.shape()[a.ndim() - 1];
+    if missing == 0 {
+        return Ok(a.clone());
+    }
+    let zeros = ops::zeros_dtype(&with_last(a, &[missing]), a.dtype())?;
+    Ok(ops::concatenate(&[a.clone(), zeros], -1)?)
+}
+
+/// Places of eight codes in a u64.
+fn places(bits: u8) -> Array {
+    Array::from_slice(&(0..8).map(|i| i * u64::from(bits)).collect::<Vec<_>>(), &[8])
+}
+
+/// Codes [..., n] to words [..., W]: eight codes fill `bits` bytes, see [`crate::bits`].
+pub fn pack(codes: &Array, bits: u8) -> Result<Array> {
+    let n = codes.shape()[codes.ndim() - 1];
+    let eights = (n + 7) / 8;
+    let codes = pad_last(&codes.as_dtype(Dtype::Uint64)?, 8 * eights)?;
+    let folded =
+        left_shift(&codes.reshape(&with_last(&codes, &[eights, 8]))?, &places(bits))?.sum_axis(-1, true)?;
+    let bytes = slice(&folded.view::<u8>()?, folded.ndim() - 1, 0, bits.into())?;
+    let bytes = bytes.reshape(&with_last(&codes, &[eights * i32::from(bits)]))?;
+    let words = bits::words(n as usize, bits) as i32;
+    // The tail of the last eight codes is zeros, so bytes past the last word hold nothing.
+    let bytes = if eights * i32::from(bits) > 4 * words {
+        slice(&bytes, bytes.ndim() - 1, 0, 4 * words as usize)?
+    } else {
+        pad_last(&bytes, 4 * words)?
+    };
+    Ok(bytes.contiguous()?.view::<u32>()?)
+}
+
+/// Words [..., W] to f32 codes [..., n]: the inverse of [`pack`].
+pub fn unpack(words: &Array, n: usize, bits: u8) -> Result<Array> {
+    if let Some(group) = native_group(n, bits) {
+        let ones = ops::ones::<f32>(&with_last(words, &[n as i32 / group]))?;
+        let zeros = ops::zeros_like(&ones)?;
+        return Ok(ops::dequantize(words, ones, &zeros, group, i32::from(bits))?);
+    }
+    let eights = n.div_ceil(8) as i32;
+    let bytes = words.contiguous()?.view::<u8>()?;
+    let used = (eights * i32::from(bits)).min(bytes.shape()[bytes.ndim() - 1]);
+    let bytes = pad_last(&slice(&bytes, bytes.ndim() - 1, 0, used as usize)?, eights * i32::from(bits))?;
+    let bytes = pad_last(&bytes.reshape(&with_last(&bytes, &[eights, bits.into()]))?, 8)?;
+    let folded = bytes.contiguous()?.view::<u64>()?;
+    let mask = Array::from_slice(&[(1u64 << bits) - 1], &[1]);
+    let codes = bitwise_and(&right_shift(&folded, &places(bits))?, &mask)?;
+    let codes = codes.reshape(&with_last(words, &[8 * eights]))?.as_dtype(Dtype::Float32)?;
+    if n % 8 == 0 { Ok(codes) } else { slice(&codes, codes.ndim() - 1, 0, n) }
+}
+
+/// Stored form of scales.
+pub fn store_scale(scale: &Array, format: ScaleFormat) -> Result<Array> {
+    let nan = ops::is_nan(scale)?;
+    Ok(match format {
+        ScaleFormat::F16 => {
+            let top = num(65504.0);
+            let kept = ops::minimum(ops::maximum(scale, top.negative()?)?, &top)?;
+            select(&nan, num(f32::NAN), kept)?.as_dtype(Dtype::Float16)?
+        }
+        ScaleFormat::Log8 => {
+            let log = ops::maximum(scale, num(0.0))?.log2()?;
+            let position = log.subtract(num(LOG_LOW))?.multiply(num(LOG_STEPS))?.add(num(1.0))?;
+            let code = ops::minimum(position.add(num(0.5))?.floor()?, num(254.0))?;
+            let code = select(position.lt(num(0.5))?, num(0.0), code)?;
+            select(&nan, num(LOG_NAN.into()), code)?.as_dtype(Dtype::Uint8)?
+        }
+    })
+}
+
+impl Tables {
+    /// f32 scales from their stored form.
+    pub fn load_scale(&self, stored: &Array) -> Result<Array> {
+        Ok(match stored.dtype() {
+            Dtype::Uint8 => self.log_values.take(stored.as_dtype(Dtype::Uint32)?)?,
+            _ => stored.as_dtype(Dtype::Float32)?,
+        })
+    }
+}
+
+/// The scale of [`ScaleRule::scale`]; zero where |y| is, NaN where it is not finite.
+pub fn scale_of(rule: ScaleRule, yy: &Array, cy: &Array, cc: &Array, dim: usize) -> Result<Array> {
+    let zero = num(0.0);
+    let plain = yy.divide(num(dim as f32))?.sqrt()?;
+    let scale = match rule {
+        ScaleRule::Plain => plain,
+        ScaleRule::Matched => select(cc.gt(&zero)?, yy.divide(cc)?.sqrt()?, plain)?,
+        ScaleRule::Unbiased => select(cy.gt(&zero)?, yy.divide(cy)?, plain)?,
+        ScaleRule::LeastSquares => select(cy.gt(&zero)?, cy.divide(cc)?, plain)?,
+    };
+    let scale = select(yy.gt(&zero)?, scale, &zero)?;
+    Ok(select(finite(yy)?, scale, num(f32::NAN))?)
+}
+
+/// Whether a squared norm is finite.
+pub fn finite(yy: &Array) -> Result<Array> {
+    Ok(yy.lt(num(f32::INFINITY))?)
+}

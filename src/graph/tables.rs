@@ -1,0 +1,84 @@
+//! The tables of a codec as MLX arrays, made once.
+
+use crate::bits;
+use crate::codec::{Band, Codec};
+use crate::error::Result;
+use crate::rotation::Rotation;
+use crate::scale;
+use mlx_rs::Array;
+
+/// Arrays of one band.
+pub struct BandTables {
+    /// The rotation.
+    pub rotation: RotationTables,
+    /// Ascending levels.
+    pub levels: Option<Array>,
+    /// Upper borders of all codes but the last.
+    pub borders: Option<Array>,
+}
+
+/// Arrays of one rotation.
+pub enum RotationTables {
+    /// None.
+    Identity,
+    /// R, [n, n].
+    Dense(Array),
+    /// Signs [n] and, for an order above 1, the factor [m, m].
+    Hadamard(Array, Option<Array>),
+}
+
+/// Arrays of a codec.
+pub struct Tables {
+    /// One entry a band.
+    pub bands: Vec<BandTables>,
+    /// Projections [m, d] of every QJL round.
+    pub projections: Vec<Array>,
+    /// The 256 values of the log form of a scale.
+    pub log_values: Array,
+}
+
+fn square(data: &[f32], n: usize) -> Array {
+    Array::from_slice(data, &[n as i32, n as i32])
+}
+
+fn line(data: &[f32]) -> Array {
+    Array::from_slice(data, &[data.len() as i32])
+}
+
+impl BandTables {
+    fn new(band: &Band) -> BandTables {
+        let rotation = match &band.rotation {
+            Rotation::Identity => RotationTables::Identity,
+            Rotation::Dense { dim, matrix } => RotationTables::Dense(square(matrix, *dim)),
+            Rotation::Hadamard { signs, factor, order } => {
+                RotationTables::Hadamard(line(signs), (*order > 1).then(|| square(factor, *order)))
+            }
+        };
+        let levels = band.grid.as_ref().map(|g| line(g.levels()));
+        BandTables { rotation, levels, borders: band.grid.as_ref().map(|g| line(g.borders())) }
+    }
+}
+
+impl Tables {
+    /// Copies the tables of a codec to MLX.
+    pub fn new(codec: &Codec) -> Result<Tables> {
+        let projections = match codec.qjl() {
+            None => vec![],
+            Some(q) => {
+                let shape = [q.projections() as i32, codec.spec().head_dim as i32];
+                (0..q.rounds()).map(|r| Array::from_slice(q.matrix(r), &shape)).collect()
+            }
+        };
+        let bands = codec.bands().iter().map(BandTables::new).collect();
+        Ok(Tables { bands, projections, log_values: line(scale::log_values()) })
+    }
+}
+
+/// Group size with which MLX's quantized kernels read a band's words, if they can: its codes of 2, 3, 4, 5, 6 or 8 bits in whole
+/// groups of 128, 64 or 32.
+pub fn native_group(dim: usize, bits: u8) -> Option<i32> {
+    if !matches!(bits, 2..=6 | 8) || bits::words(dim, bits) * 32 != dim * bits as usize {
+        return None;
+    }
+    [128, 64, 32].into_iter().find(|g| dim % g == 0).map(|g| g as i32)
+}
