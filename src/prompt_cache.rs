@@ -27,7 +27,7 @@ use std::path::Path;
 /// The arrangement of a prompt-cache file, named after the releases of mlx-lm that use it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Layout {
-    /// mlx-lm up to 0.31.
+    /// mlx-lm 0.28 to 0.31; older files, whose meta states hold one number more, are refused.
     V031,
     /// mlx-lm from 0.32.
     V032,

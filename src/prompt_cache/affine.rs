@@ -63,7 +63,8 @@ impl Packed {
     /// The values `scale * code + bias` in f32.
     ///
     /// # Errors
-    /// As [`Packed::check`], as an [`Error::Shape`] or [`Error::Dtype`].
+    /// [`Error::Unsupported`] for an unknown width or group, [`Error::Shape`] if the three arrays do not belong
+    /// together.
     pub fn dequantize(&self, group_size: usize, bits: usize) -> Result<Tensor> {
         check_codec(group_size, bits)?;
         let reason = |detail| self.words.wrong_shape("packed words", detail);

@@ -37,6 +37,7 @@ pub enum KvClass {
 
 /// The cache of one layer; `None` instead of a pair where mlx-lm holds a cache that was never filled.
 #[derive(Clone, Debug, PartialEq)]
+#[allow(clippy::large_enum_variant, reason = "tens of layers, each in front of megabytes")]
 pub enum Layer {
     /// Plain floats.
     Kv {

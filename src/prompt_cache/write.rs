@@ -12,7 +12,6 @@ use half::{bf16, f16};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::Serialize;
-use std::borrow::Cow;
 use std::collections::BTreeMap;
 use std::io::{BufWriter, Write};
 use std::path::Path;
@@ -68,7 +67,7 @@ pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<
     let mut out = BufWriter::with_capacity(1 << 20, temporary.as_file());
     out.write_all(&image.head).map_err(io)?;
     for item in &image.items {
-        out.write_all(&item.bytes()?).map_err(io)?;
+        item.write_to(&mut out)?.map_err(io)?;
     }
     out.flush().map_err(io)?;
     drop(out);
@@ -320,27 +319,30 @@ impl Item<'_> {
         }
     }
 
-    fn bytes(&self) -> Result<Cow<'_, [u8]>> {
-        fn row_major<T: Element>(x: &Tensor) -> Result<Vec<u8>> {
-            Ok(bytemuck::cast_slice(&x.to_vec::<T>()?).to_vec())
+    fn write_to(&self, out: &mut impl Write) -> Result<std::io::Result<()>> {
+        fn row_major<T: Element>(x: &Tensor, out: &mut impl Write) -> Result<std::io::Result<()>> {
+            let array = x.standard::<T>()?;
+            Ok(match array.as_slice() {
+                Some(slice) => out.write_all(bytemuck::cast_slice(slice)),
+                None => out.write_all(bytemuck::cast_slice(&x.to_vec::<T>()?)),
+            })
         }
         Ok(match self {
-            Item::Raw(x) => Cow::Borrowed(&x.bytes),
-            Item::None => Cow::Borrowed(&[]),
+            Item::Raw(x) => out.write_all(&x.bytes),
+            Item::None => Ok(()),
             Item::Counter(n) => match i32::try_from(*n) {
-                Ok(n) => n.to_le_bytes().to_vec().into(),
-                Err(_) => (*n as u64).to_le_bytes().to_vec().into(),
+                Ok(n) => out.write_all(&n.to_le_bytes()),
+                Err(_) => out.write_all(&(*n as u64).to_le_bytes()),
             },
-            Item::Text(s) => s.chars().flat_map(|c| (c as u32).to_le_bytes()).collect::<Vec<_>>().into(),
+            Item::Text(s) => s.chars().try_for_each(|c| out.write_all(&(c as u32).to_le_bytes())),
             Item::Tensor(x) => match x {
-                Tensor::F32(_) => row_major::<f32>(x)?,
-                Tensor::F16(_) => row_major::<f16>(x)?,
-                Tensor::BF16(_) => row_major::<bf16>(x)?,
-                Tensor::U32(_) => row_major::<u32>(x)?,
-                Tensor::U8(_) => row_major::<u8>(x)?,
-                Tensor::I32(_) => row_major::<i32>(x)?,
-            }
-            .into(),
+                Tensor::F32(_) => row_major::<f32>(x, out)?,
+                Tensor::F16(_) => row_major::<f16>(x, out)?,
+                Tensor::BF16(_) => row_major::<bf16>(x, out)?,
+                Tensor::U32(_) => row_major::<u32>(x, out)?,
+                Tensor::U8(_) => row_major::<u8>(x, out)?,
+                Tensor::I32(_) => row_major::<i32>(x, out)?,
+            },
         })
     }
 }
