@@ -47,7 +47,7 @@ def mixed():
     return [
         fill(C.KVCache(), 3),
         fill(C.QuantizedKVCache(32, 4), 3),
-        fill(C.RotatingKVCache(8, 2), 20, single=True),
+        fill(C.RotatingKVCache(8, 2), 23, single=True),
         C.CacheList(fill(C.KVCache(), 3), fill(C.KVCache(), 3, (16, 48))),
         fill(C.KVCache(), 9, dtype=mx.bfloat16),
         arrays(2),
@@ -80,7 +80,7 @@ save(
     [
         fill(C.KVCache(), 3),
         fill(C.QuantizedKVCache(32, 4), 3),
-        fill(C.RotatingKVCache(8, 2), 20, single=True),
+        fill(C.RotatingKVCache(8, 2), 23, single=True),
         C.CacheList(fill(C.KVCache(), 3), fill(C.KVCache(), 3)),
         fill(C.FooCache(), 3),
         fill(C.KVCache(), 2),
