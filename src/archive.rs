@@ -5,12 +5,14 @@
 //! order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
 
 use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
+use crate::codes::{Buffer, Codes, Frame};
 use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::prompt_cache::{Container, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, RawTensor, Ring};
+use crate::prompt_cache::{
+    Container, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, RawTensor, Ring, affine,
+};
 use crate::recipe::Recipe;
 use crate::spec::{CodecSpec, Side};
 use crate::tensor::{Dtype, Tensor};
@@ -45,7 +47,7 @@ pub enum Entry {
         /// What the layer was.
         shell: Shell,
         /// Keys and values in token order.
-        layer: CompressedLayer<Tensor>,
+        layer: Box<CompressedLayer<Tensor>>,
     },
     /// What has no attention keys and values, untouched.
     Other(Layer),
@@ -70,6 +72,26 @@ pub enum Shell {
         /// Dtype of the scales.
         dtype: Dtype,
     },
+}
+
+impl Shell {
+    /// The name of the class in mlx-lm.
+    pub fn class(&self) -> &'static str {
+        match self {
+            Shell::Plain(class) => class.name(),
+            Shell::Rotating(_) => "RotatingKVCache",
+            Shell::Quantized { .. } => "QuantizedKVCache",
+        }
+    }
+}
+
+/// Float tensors of a safetensors file, by name.
+///
+/// # Errors
+/// [`Error::Io`] and [`Error::Format`] as [`Archive::read`].
+pub fn read_tensors(path: &Path) -> Result<BTreeMap<String, Tensor>> {
+    let file = Container::open(path)?;
+    file.names().map(|name| Ok((name.to_string(), file.tensor(name)?))).collect()
 }
 
 #[derive(Serialize, Deserialize)]
@@ -103,7 +125,11 @@ impl Archive {
     ///
     /// # Errors
     /// As [`Compressor::compress_layer`].
-    pub fn compress<E: Engine>(cache: &PromptCache, compressor: &Compressor<E>, mut done: impl FnMut()) -> Result<Archive> {
+    pub fn compress<E: Engine>(
+        cache: &PromptCache,
+        compressor: &Compressor<E>,
+        mut done: impl FnMut(),
+    ) -> Result<Archive> {
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
             let entry = pack(layer, i, compressor);
             done();
@@ -121,7 +147,11 @@ impl Archive {
     ///
     /// # Errors
     /// The engine's own.
-    pub fn restore<E: Engine>(&self, compressor: &Compressor<E>, mut done: impl FnMut()) -> Result<PromptCache> {
+    pub fn restore<E: Engine>(
+        &self,
+        compressor: &Compressor<E>,
+        mut done: impl FnMut(),
+    ) -> Result<PromptCache> {
         let layers = self.layers.iter().map(|entry| {
             let layer = unpack(entry, compressor);
             done();
@@ -133,11 +163,17 @@ impl Archive {
 
     /// Packed layers with their place in the model, `3` or `3.1` inside a list.
     pub fn packed(&self) -> Vec<(String, &Shell, &CompressedLayer<Tensor>)> {
-        fn walk<'a>(at: String, entry: &'a Entry, out: &mut Vec<(String, &'a Shell, &'a CompressedLayer<Tensor>)>) {
+        fn walk<'a>(
+            at: String,
+            entry: &'a Entry,
+            out: &mut Vec<(String, &'a Shell, &'a CompressedLayer<Tensor>)>,
+        ) {
             match entry {
                 Entry::Packed { shell, layer } => out.push((at, shell, layer)),
                 Entry::Other(_) => {}
-                Entry::List(list) => list.iter().enumerate().for_each(|(i, e)| walk(format!("{at}.{i}"), e, out)),
+                Entry::List(list) => {
+                    list.iter().enumerate().for_each(|(i, e)| walk(format!("{at}.{i}"), e, out))
+                }
             }
         }
         let mut out = vec![];
@@ -147,7 +183,8 @@ impl Archive {
 
     /// Real bytes and ratios of what is packed.
     pub fn stats(&self) -> Stats {
-        CompressedCache { layers: self.packed().into_iter().map(|(_, _, layer)| layer.clone()).collect() }.stats()
+        CompressedCache { layers: self.packed().into_iter().map(|(_, _, layer)| layer.clone()).collect() }
+            .stats()
     }
 
     /// Writes the file in one step: a sibling, flushed, renamed. Returns its bytes.
@@ -157,7 +194,8 @@ impl Archive {
     pub fn write(&self, path: impl AsRef<Path>) -> Result<u64> {
         let path = path.as_ref();
         let mut tensors = BTreeMap::new();
-        let layers = self.layers.iter().enumerate().map(|(i, e)| lay_out(e, &i.to_string(), &mut tensors)).collect();
+        let layers =
+            self.layers.iter().enumerate().map(|(i, e)| lay_out(e, &i.to_string(), &mut tensors)).collect();
         let manifest = Manifest {
             version: VERSION,
             recipe: self.recipe.clone(),
@@ -191,12 +229,16 @@ impl Archive {
         }
         let head: Head = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
         if head.version != VERSION {
-            return Err(file.bad(format!("format version {}, this program reads version {VERSION}", head.version)));
+            return Err(
+                file.bad(format!("format version {}, this program reads version {VERSION}", head.version))
+            );
         }
-        let manifest: Manifest = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
+        let manifest: Manifest =
+            serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
         let layout = manifest.layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
         let layers = manifest.layers.into_iter().enumerate();
-        let layers = layers.map(|(i, m)| Reader { file: &file, at: i.to_string() }.entry(m)).collect::<Result<_>>()?;
+        let layers =
+            layers.map(|(i, m)| Reader { file: &file, at: i.to_string() }.entry(m)).collect::<Result<_>>()?;
         Ok(Archive { recipe: manifest.recipe, layout, metadata: manifest.metadata, layers })
     }
 }
@@ -205,7 +247,9 @@ fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> R
     if let Layer::List(list) = layer {
         return Ok(Entry::List(list.iter().map(|l| pack(l, index, compressor)).collect::<Result<_>>()?));
     }
-    let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else { return Ok(Entry::Other(layer.clone())) };
+    let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
+        return Ok(Entry::Other(layer.clone()));
+    };
     let shell = shell_of(layer, kind);
     // Values of width zero (the indexers of some models) have nothing to pack.
     if kv.values.shape()[3] == 0 || kv.keys.shape()[2] == 0 {
@@ -215,27 +259,38 @@ fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> R
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
         let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;
-        Ok(CompressedSide { head: get(side.head)?, body, tail: get(side.tail)?, shape: side.shape, dtype: side.dtype })
+        Ok(CompressedSide {
+            head: get(side.head)?,
+            body,
+            tail: get(side.tail)?,
+            shape: side.shape,
+            dtype: side.dtype,
+        })
     };
-    Ok(Entry::Packed { shell, layer: CompressedLayer { key: host(packed.key)?, value: host(packed.value)? } })
+    let layer = Box::new(CompressedLayer { key: host(packed.key)?, value: host(packed.value)? });
+    Ok(Entry::Packed { shell, layer })
 }
 
-fn move_codes<A: crate::codes::Buffer, B: crate::codes::Buffer>(codes: &Codes<A>, f: impl Fn(&A) -> Result<B>) -> Result<Codes<B>> {
+fn move_codes<A: Buffer, B: Buffer>(codes: &Codes<A>, f: impl Fn(&A) -> Result<B>) -> Result<Codes<B>> {
     let frame = codes.frame();
     let table = |t: &Option<A>| t.as_ref().map(&f).transpose();
-    let frame = Frame { centre: table(&frame.centre)?, gain: table(&frame.gain)?, order: table(&frame.order)? };
+    let frame =
+        Frame { centre: table(&frame.centre)?, gain: table(&frame.gain)?, order: table(&frame.order)? };
     Codes::new(codes.codec().clone(), frame, f(codes.words())?, f(codes.scales())?)
 }
 
 fn unpack<E: Engine>(entry: &Entry, compressor: &Compressor<E>) -> Result<Layer> {
     let (shell, layer) = match entry {
         Entry::Other(layer) => return Ok(layer.clone()),
-        Entry::List(list) => return Ok(Layer::List(list.iter().map(|e| unpack(e, compressor)).collect::<Result<_>>()?)),
+        Entry::List(list) => {
+            return Ok(Layer::List(list.iter().map(|e| unpack(e, compressor)).collect::<Result<_>>()?));
+        }
         Entry::Packed { shell, layer } => (shell, layer),
     };
     let device = |side: &CompressedSide<Tensor>| -> Result<Tensor> {
         let put = |t: &Option<Tensor>| t.as_ref().map(|t| compressor.engine().put(t)).transpose();
-        let body = side.body.as_ref().map(|codes| move_codes(codes, |t| compressor.engine().put(t))).transpose()?;
+        let body =
+            side.body.as_ref().map(|codes| move_codes(codes, |t| compressor.engine().put(t))).transpose()?;
         let (head, tail) = (put(&side.head)?, put(&side.tail)?);
         compressor.decompress_side(&CompressedSide { head, body, tail, shape: side.shape, dtype: side.dtype })
     };
@@ -250,7 +305,9 @@ fn shell_of(layer: &Layer, kind: KvKind) -> Shell {
             let dtype = kv.keys.scales.float().unwrap_or(Dtype::F32);
             Shell::Quantized { group_size: *group_size, bits: *bits, dtype }
         }
-        (_, KvKind::Quantized { group_size, bits }) => Shell::Quantized { group_size, bits, dtype: Dtype::F32 },
+        (_, KvKind::Quantized { group_size, bits }) => {
+            Shell::Quantized { group_size, bits, dtype: Dtype::F32 }
+        }
         (_, KvKind::Plain) => Shell::Plain(KvClass::Kv),
     }
 }
@@ -263,8 +320,14 @@ fn rebuild(shell: &Shell, kv: Pair<Tensor>) -> Result<Layer> {
             Layer::Rotating { kv: Some(Pair { keys, values }), ring }
         }
         Shell::Quantized { group_size, bits, dtype } => {
-            let quantize = |x: &Tensor| Packed::quantize(&Tensor::from_f32(dtype, x.shape(), x.to_f32()?)?, group_size, bits);
-            Layer::Quantized { kv: Some(Pair { keys: quantize(&kv.keys)?, values: quantize(&kv.values)? }), group_size, bits }
+            let quantize = |x: &Tensor| {
+                Packed::quantize(&Tensor::from_f32(dtype, x.shape(), x.to_f32()?)?, group_size, bits)
+            };
+            Layer::Quantized {
+                kv: Some(Pair { keys: quantize(&kv.keys)?, values: quantize(&kv.values)? }),
+                group_size,
+                bits,
+            }
         }
     })
 }
@@ -283,9 +346,9 @@ fn lay_out(entry: &Entry, at: &str, tensors: &mut BTreeMap<String, RawTensor>) -
             key: lay_out_side(&layer.key, &format!("{at}.key"), tensors),
             value: lay_out_side(&layer.value, &format!("{at}.value"), tensors),
         },
-        Entry::List(list) => {
-            LayerManifest::List(list.iter().enumerate().map(|(i, e)| lay_out(e, &format!("{at}.{i}"), tensors)).collect())
-        }
+        Entry::List(list) => LayerManifest::List(
+            list.iter().enumerate().map(|(i, e)| lay_out(e, &format!("{at}.{i}"), tensors)).collect(),
+        ),
         Entry::Other(Layer::Arrays { arrays, left_padding, lengths }) => LayerManifest::Arrays {
             arrays: arrays.iter().map(|a| a.as_ref().map(&mut raw)).collect(),
             left_padding: left_padding.as_ref().map(&mut raw),
@@ -304,17 +367,26 @@ fn lay_out(entry: &Entry, at: &str, tensors: &mut BTreeMap<String, RawTensor>) -
                 let mut side = |x: &Tensor, name: &str| {
                     let shape = x.shape().try_into().unwrap_or_default();
                     let dtype = x.float().unwrap_or(Dtype::F32);
-                    let whole = CompressedSide { head: Some(x.clone()), body: None, tail: None, shape, dtype };
+                    let whole =
+                        CompressedSide { head: Some(x.clone()), body: None, tail: None, shape, dtype };
                     lay_out_side(&whole, &format!("{at}.{name}"), tensors)
                 };
-                return LayerManifest::Packed { shell, key: side(&kv.keys, "key"), value: side(&kv.values, "value") };
+                return LayerManifest::Packed {
+                    shell,
+                    key: side(&kv.keys, "key"),
+                    value: side(&kv.values, "value"),
+                };
             }
             LayerManifest::Empty { shell }
         }
     }
 }
 
-fn lay_out_side(side: &CompressedSide<Tensor>, at: &str, tensors: &mut BTreeMap<String, RawTensor>) -> SideManifest {
+fn lay_out_side(
+    side: &CompressedSide<Tensor>,
+    at: &str,
+    tensors: &mut BTreeMap<String, RawTensor>,
+) -> SideManifest {
     let mut put = |part: &str, t: Option<&Tensor>| {
         if let Some(t) = t {
             tensors.insert(format!("{at}.{part}"), RawTensor::from(t));
@@ -331,7 +403,11 @@ fn lay_out_side(side: &CompressedSide<Tensor>, at: &str, tensors: &mut BTreeMap<
         let levels = body.codec().fitted().and_then(|l| Tensor::new(&[l.len()], l.to_vec()).ok());
         put("levels", levels.as_ref());
     }
-    SideManifest { shape: side.shape, dtype: side.dtype, codec: side.body.as_ref().map(|b| *b.codec().spec()) }
+    SideManifest {
+        shape: side.shape,
+        dtype: side.dtype,
+        codec: side.body.as_ref().map(|b| *b.codec().spec()),
+    }
 }
 
 /// Reads one entry, checking every part against the manifest.
@@ -347,10 +423,22 @@ impl Reader<'_> {
         Ok(match manifest {
             LayerManifest::Packed { shell, key, value } => {
                 if key.shape[..3] != value.shape[..3] {
-                    return Err(self.bad(format!("keys {:?} and values {:?} do not agree", key.shape, value.shape)));
+                    return Err(
+                        self.bad(format!("keys {:?} and values {:?} do not agree", key.shape, value.shape))
+                    );
                 }
-                let layer = CompressedLayer { key: self.side(Side::Key, key)?, value: self.side(Side::Value, value)? };
-                Entry::Packed { shell, layer }
+                match shell {
+                    Shell::Rotating(ring) => ring.check(key.shape[2]).map_err(|e| self.bad(e))?,
+                    Shell::Quantized { group_size, bits, .. } => {
+                        affine::check_codec(group_size, bits).map_err(|e| self.bad(e.to_string()))?;
+                    }
+                    Shell::Plain(_) => {}
+                }
+                let layer = CompressedLayer {
+                    key: self.side(Side::Key, key)?,
+                    value: self.side(Side::Value, value)?,
+                };
+                Entry::Packed { shell, layer: Box::new(layer) }
             }
             LayerManifest::Empty { shell } => Entry::Other(match shell {
                 Shell::Plain(class) => Layer::Kv { class, kv: None },
@@ -363,7 +451,8 @@ impl Reader<'_> {
                 lengths: optional(lengths)?,
             }),
             LayerManifest::Opaque { class, tensors, meta } => {
-                let tensors = tensors.into_iter().map(|(name, n)| Ok((name, raw(n)?))).collect::<Result<_>>()?;
+                let tensors =
+                    tensors.into_iter().map(|(name, n)| Ok((name, raw(n)?))).collect::<Result<_>>()?;
                 Entry::Other(Layer::Opaque { class, tensors, meta })
             }
             LayerManifest::List(list) => {
@@ -388,19 +477,31 @@ impl Reader<'_> {
             None => None,
             Some(spec) => {
                 let codec = match part("levels")? {
-                    Some(levels) => Codec::with_levels(spec, levels.to_vec::<f32>().map_err(bad)?.into()).map_err(bad)?,
+                    Some(levels) => {
+                        Codec::with_levels(spec, levels.to_vec::<f32>().map_err(bad)?.into()).map_err(bad)?
+                    }
                     None => Codec::new(spec).map_err(bad)?,
                 };
                 let frame = Frame { centre: part("centre")?, gain: part("gain")?, order: part("order")? };
                 check_tables(&frame).map_err(|e| self.bad(format!("{side}: {e}")))?;
                 let (words, scales) = (needed("words")?, needed("scales")?);
                 if words.dtype() != "U32" || scales.dtype() != codec.format().dtype() {
-                    return Err(self.bad(format!("{side}: words {} and scales {}", words.dtype(), scales.dtype())));
+                    return Err(self.bad(format!(
+                        "{side}: words {} and scales {}",
+                        words.dtype(),
+                        scales.dtype()
+                    )));
                 }
                 Some(Codes::new(Arc::new(codec), frame, words, scales).map_err(bad)?)
             }
         };
-        let side_of = CompressedSide { head: part("head")?, body, tail: part("tail")?, shape: manifest.shape, dtype: manifest.dtype };
+        let side_of = CompressedSide {
+            head: part("head")?,
+            body,
+            tail: part("tail")?,
+            shape: manifest.shape,
+            dtype: manifest.dtype,
+        };
         let [b, h, t, d] = side_of.shape;
         for exact in [&side_of.head, &side_of.tail].into_iter().flatten() {
             let s = exact.shape();
@@ -428,7 +529,8 @@ fn check_tables(frame: &Frame<Tensor>) -> Result<(), String> {
         }
     }
     let Some(order) = &frame.order else { return Ok(()) };
-    let (d, places) = (order.shape().last().copied().unwrap_or(0), order.to_vec::<u32>().map_err(|e| e.to_string())?);
+    let (d, places) =
+        (order.shape().last().copied().unwrap_or(0), order.to_vec::<u32>().map_err(|e| e.to_string())?);
     let permutation = |row: &[u32]| {
         let mut seen = vec![false; d];
         row.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)))

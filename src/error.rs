@@ -103,6 +103,16 @@ pub enum Error {
         /// The class name found.
         class: String,
     },
+    /// A prompt cache holds a class for several sequences at once.
+    #[error("{path}: layer {layer} is a {class} of several sequences, extract one of them and save that")]
+    BatchCache {
+        /// The file.
+        path: PathBuf,
+        /// Index of the layer in the model.
+        layer: usize,
+        /// The class name found.
+        class: String,
+    },
     /// The output of a command would overwrite its own input.
     #[error("{path}: input and output are the same file")]
     SameFile {

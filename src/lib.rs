@@ -1,5 +1,6 @@
-//! KV-cache compression for large language models on MLX.
+//! KV-cache compression for large language models on MLX: pack keys and values, attend on the packed form.
 
+pub mod archive;
 pub mod bits;
 pub mod codebook;
 pub mod codec;
@@ -8,19 +9,24 @@ pub mod compressor;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod files;
 pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
 pub mod grid;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
+pub mod prompt_cache;
 pub mod qjl;
 pub mod recipe;
+pub mod report;
 pub mod rng;
 pub mod rotation;
 pub mod scale;
 pub mod spec;
 pub mod tensor;
 
+pub use compressor::Compressor;
 pub use error::{Error, Result};
+pub use recipe::Recipe;
 pub use tensor::{Dtype, Tensor};

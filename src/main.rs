@@ -1,3 +1,9 @@
-//! The command line.
+//! The command line: packs, restores, inspects and verifies prompt caches.
 
-fn main() {}
+mod cli;
+
+use std::process::ExitCode;
+
+fn main() -> ExitCode {
+    cli::run()
+}

@@ -62,6 +62,14 @@ impl ScaleFormat {
         }
     }
 
+    /// Dtype of stored scales, as [`crate::Tensor::dtype`] names it.
+    pub fn dtype(self) -> &'static str {
+        match self {
+            ScaleFormat::F16 => "F16",
+            ScaleFormat::Log8 => "U8",
+        }
+    }
+
     /// Bytes of a stored scale.
     pub fn bytes(self) -> usize {
         match self {

@@ -3,6 +3,7 @@
 use crate::error::{Error, Result};
 use half::{bf16, f16};
 use ndarray::{ArcArray, ArrayD, Axis, IxDyn, Slice};
+use std::borrow::Cow;
 
 /// A row-major or strided host array; clones share the buffer.
 #[derive(Clone, Debug, PartialEq)]
@@ -22,7 +23,7 @@ pub enum Tensor {
 }
 
 /// A float type of keys and values.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub enum Dtype {
     /// 32-bit floats.
     F32,
@@ -127,6 +128,15 @@ impl Tensor {
             a.len() * size_of::<T>()
         }
         each!(self, a => bytes(a))
+    }
+
+    /// A float tensor of `shape` with the dtype of `self`, as [`Tensor::from_f32`].
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] if `self` is not a float tensor, [`Error::Shape`] if the sizes differ.
+    pub fn like(&self, shape: &[usize], values: Vec<f32>) -> Result<Tensor> {
+        let dtype = self.float().ok_or_else(|| self.wrong_dtype("tensor", "F32, F16 or BF16"))?;
+        Tensor::from_f32(dtype, shape, values)
     }
 
     /// The dtype, if the elements are floats.
@@ -260,6 +270,17 @@ impl Tensor {
             return Err(self.wrong_shape("tensor", format!("axes that {axes:?} permutes")));
         }
         Ok(map!(self, a => a.clone().permuted_axes(IxDyn(axes))))
+    }
+
+    /// The elements as bytes in row-major order, whatever the strides; copied only where the strides need it.
+    pub fn row_major_bytes(&self) -> Cow<'_, [u8]> {
+        fn bytes<T: Element>(a: &ArcArray<T, IxDyn>) -> Cow<'_, [u8]> {
+            match a.as_slice() {
+                Some(slice) => Cow::Borrowed(bytemuck::cast_slice(slice)),
+                None => Cow::Owned(a.iter().flat_map(|x| bytemuck::bytes_of(x).to_vec()).collect()),
+            }
+        }
+        each!(self, a => bytes(a))
     }
 
     /// The same elements in a buffer of their own, so that a view does not keep a larger buffer alive.

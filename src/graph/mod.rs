@@ -29,6 +29,11 @@ pub struct Graph {
     tables: RefCell<HashMap<TableKey, Rc<Tables>>>,
 }
 
+/// Whether MLX's default device is a GPU.
+pub fn on_gpu() -> bool {
+    mlx_rs::Device::try_default().is_ok_and(|d| d.get_type().is_ok_and(|t| t == mlx_rs::DeviceType::Gpu))
+}
+
 /// What makes two codecs the same: the spec and the bits of calibrated levels.
 type TableKey = (CodecSpec, Vec<u32>);
 

@@ -1,0 +1,165 @@
+//! Arguments, exit codes and the choice of an engine; each command is a file of its own.
+//!
+//! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
+
+mod compress;
+mod inspect;
+mod restore;
+mod verify;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use indicatif::{ProgressBar, ProgressStyle};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use turbomoq::engine::Engine;
+use turbomoq::recipe::{self, PRESETS};
+use turbomoq::{Recipe, Result};
+
+#[derive(Parser)]
+#[command(
+    name = "turbomoq",
+    version,
+    about = "Packs the KV cache of a language model, and attends on the packed form"
+)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Pack a prompt cache of mlx-lm
+    Compress(compress::Arguments),
+    /// Unpack a compressed file into a prompt cache that mlx-lm loads
+    Restore(restore::Arguments),
+    /// Show what a prompt cache or a compressed file holds
+    Inspect(inspect::Arguments),
+    /// Pack in memory, unpack, and show the error of every layer
+    Verify(verify::Arguments),
+    /// List the presets
+    Recipes,
+}
+
+/// How keys and values are packed.
+#[derive(Args)]
+struct RecipeArguments {
+    /// A preset or a whole recipe, for example `turboquant-mse@3/2,sinks=4`; `turbomoq recipes` lists the presets
+    #[arg(long, default_value = "best")]
+    recipe: String,
+    /// Bits of keys and values, for example 4 or 4/2; 16 keeps a side exact
+    #[arg(long)]
+    bits: Option<String>,
+    /// First tokens that stay exact
+    #[arg(long)]
+    sinks: Option<usize>,
+    /// Newest tokens that stay exact
+    #[arg(long)]
+    window: Option<usize>,
+}
+
+impl RecipeArguments {
+    fn recipe(&self) -> Result<Recipe> {
+        let mut recipe = match &self.bits {
+            Some(bits) => {
+                let (k, v) = recipe::parse_bits(bits)?;
+                // The bits go to the preset; options behind its name stay.
+                let (name, options) = self.recipe.split_once(',').unwrap_or((&self.recipe, ""));
+                let name = name.split('@').next().unwrap_or(name);
+                let options = if options.is_empty() { String::new() } else { format!(",{options}") };
+                format!("{name}@{k}/{v}{options}").parse::<Recipe>()?
+            }
+            None => self.recipe.parse::<Recipe>()?,
+        };
+        recipe.sinks = self.sinks.unwrap_or(recipe.sinks);
+        recipe.window = self.window.unwrap_or(recipe.window);
+        Ok(recipe)
+    }
+}
+
+/// Where the stages run.
+#[derive(Clone, Copy, PartialEq, ValueEnum)]
+enum EngineName {
+    /// MLX where a GPU runs it, else the CPU engine
+    Auto,
+    /// The CPU engine
+    Cpu,
+    /// MLX
+    #[cfg(feature = "mlx")]
+    Mlx,
+}
+
+/// A command that runs on any engine.
+trait OnEngine {
+    type Output;
+    fn run<E: Engine>(self, engine: E) -> Result<Self::Output>;
+}
+
+impl EngineName {
+    fn run<C: OnEngine>(self, command: C) -> Result<C::Output> {
+        #[cfg(feature = "mlx")]
+        if self == EngineName::Mlx || (self == EngineName::Auto && turbomoq::graph::on_gpu()) {
+            return command.run(turbomoq::graph::Graph::new());
+        }
+        command.run(turbomoq::cpu::Cpu)
+    }
+}
+
+/// Runs the command line and says with which code to exit.
+pub fn run() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Compress(arguments) => compress::run(&arguments),
+        Command::Restore(arguments) => restore::run(&arguments),
+        Command::Inspect(arguments) => inspect::run(&arguments),
+        Command::Verify(arguments) => verify::run(&arguments),
+        Command::Recipes => {
+            let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
+            for (name, what) in PRESETS {
+                let recipe = name.parse::<Recipe>().map_or_else(|e| e.to_string(), |r| r.to_string());
+                table.add_row([name, what, &recipe]);
+            }
+            println!("{table}");
+            Ok(())
+        }
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("turbomoq: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// A progress bar on standard error, drawn only on a terminal.
+fn progress(total: usize, what: &'static str) -> ProgressBar {
+    let style = ProgressStyle::with_template("{msg} {bar:32} {pos}/{len} layers {eta}");
+    let bar = ProgressBar::new(total as u64).with_message(what);
+    match style {
+        Ok(style) => bar.with_style(style),
+        Err(_) => bar,
+    }
+}
+
+fn table(header: &[&str]) -> comfy_table::Table {
+    let mut table = comfy_table::Table::new();
+    table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
+    table
+}
+
+/// Bytes for people.
+fn bytes(n: impl TryInto<u64>) -> String {
+    indicatif::HumanBytes(n.try_into().unwrap_or(u64::MAX)).to_string()
+}
+
+/// The input's name with another ending.
+fn beside(input: &Path, ending: &str) -> PathBuf {
+    let stem = input.file_stem().unwrap_or(input.as_os_str()).to_string_lossy().into_owned();
+    input.with_file_name(format!("{stem}{ending}"))
+}
+
+fn print_json(value: &impl serde::Serialize) {
+    match serde_json::to_string_pretty(value) {
+        Ok(text) => println!("{text}"),
+        Err(error) => eprintln!("turbomoq: {error}"),
+    }
+}

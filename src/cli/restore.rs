@@ -1,0 +1,68 @@
+//! `turbomoq restore`: a compressed file into a prompt cache that mlx-lm loads.
+
+use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
+use std::path::PathBuf;
+use turbomoq::Result;
+use turbomoq::archive::Archive;
+use turbomoq::compressor::Compressor;
+use turbomoq::engine::Engine;
+use turbomoq::files;
+use turbomoq::prompt_cache::{Layout, PromptCache};
+
+/// Arguments of the command.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Compressed file
+    input: PathBuf,
+    /// Prompt cache [default: the input's name with the ending .restored.safetensors]
+    #[arg(short, long)]
+    output: Option<PathBuf>,
+    /// Release of mlx-lm to write for, 0.31 or 0.32 [default: that of the source]
+    #[arg(long)]
+    layout: Option<Layout>,
+    /// Where the stages run
+    #[arg(long, value_enum, default_value = "auto")]
+    engine: EngineName,
+    /// Print the figures as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+struct Unpack<'a>(&'a Archive);
+
+impl OnEngine for Unpack<'_> {
+    type Output = PromptCache;
+    fn run<E: Engine>(self, engine: E) -> Result<PromptCache> {
+        let bar = progress(self.0.layers.len(), "unpacking");
+        let cache = self.0.restore(&Compressor::with_engine(self.0.recipe.clone(), engine), || bar.inc(1))?;
+        bar.finish_and_clear();
+        Ok(cache)
+    }
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let output =
+        arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".restored.safetensors"));
+    files::distinct(&arguments.input, &output)?;
+    let archive = Archive::read(&arguments.input)?;
+    let cache = arguments.engine.run(Unpack(&archive))?;
+    let layout = arguments.layout.unwrap_or(cache.layout);
+    let file_bytes = cache.write(&output, layout)?;
+    if arguments.json {
+        print_json(&serde_json::json!({
+            "output": output,
+            "layout": layout.to_string(),
+            "layers": cache.layers.len(),
+            "file_bytes": file_bytes,
+        }));
+    } else {
+        println!(
+            "{} ({}), {} layers for mlx-lm {layout}",
+            output.display(),
+            bytes(file_bytes),
+            cache.layers.len()
+        );
+    }
+    Ok(())
+}

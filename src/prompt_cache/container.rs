@@ -1,0 +1,258 @@
+//! The safetensors container: a checked header over one open file, tensors read one by one.
+//!
+//! Every number of the header is checked against the length of the file before anything is allocated, so a
+//! tensor costs exactly its bytes and a hostile file costs at most its own length. Own code instead of
+//! `safetensors::SafeTensors`, which accepts duplicate keys, keeps tensor names out of most of its errors and
+//! writes metadata in hash order. Bytes are little-endian, as on every machine MLX runs on.
+
+use crate::error::{Error, Result};
+use crate::tensor::{Element, Tensor};
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
+use std::collections::BTreeMap;
+use std::fs;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+/// An array of any safetensors dtype, untouched.
+#[derive(Clone, Debug, PartialEq)]
+pub struct RawTensor {
+    /// Element type.
+    pub dtype: Dtype,
+    /// Sizes of the axes.
+    pub shape: Vec<usize>,
+    /// The elements, row-major and little-endian.
+    pub bytes: Vec<u8>,
+}
+
+impl From<&Tensor> for RawTensor {
+    fn from(x: &Tensor) -> RawTensor {
+        let dtype = match x {
+            Tensor::F32(_) => Dtype::F32,
+            Tensor::F16(_) => Dtype::F16,
+            Tensor::BF16(_) => Dtype::BF16,
+            Tensor::U32(_) => Dtype::U32,
+            Tensor::U8(_) => Dtype::U8,
+            Tensor::I32(_) => Dtype::I32,
+        };
+        RawTensor { dtype, shape: x.shape().to_vec(), bytes: x.row_major_bytes().into_owned() }
+    }
+}
+
+/// Bytes that `shape` takes in `dtype`; `None` if that overflows or is no whole number of bytes.
+pub(super) fn byte_len(dtype: Dtype, shape: &[usize]) -> Option<usize> {
+    let elements = shape.iter().try_fold(1usize, |n, &d| n.checked_mul(d))?;
+    let bits = elements.checked_mul(dtype.bitsize())?;
+    bits.is_multiple_of(8).then_some(bits / 8)
+}
+
+/// One open file with a header that was checked.
+pub(crate) struct Container {
+    path: PathBuf,
+    file: fs::File,
+    data_start: u64,
+    tensors: BTreeMap<String, TensorInfo>,
+    /// The `__metadata__` of the header.
+    pub(crate) metadata: BTreeMap<String, String>,
+}
+
+impl Container {
+    /// Opens a file and checks its header.
+    pub(crate) fn open(path: &Path) -> Result<Container> {
+        let io = |source| Error::Io { path: path.into(), source };
+        let bad = |detail: String| Error::Format { path: path.into(), detail };
+        let mut file = fs::File::open(path).map_err(io)?;
+        let len = file.metadata().map_err(io)?.len();
+        if len < 8 {
+            return Err(bad(format!("{len} bytes, a safetensors file has at least 8")));
+        }
+        let mut word = [0; 8];
+        file.read_exact(&mut word).map_err(io)?;
+        let header_len = u64::from_le_bytes(word);
+        if header_len < 2 || header_len > len - 8 {
+            return Err(bad(format!("header length {header_len} is not in 2..={}", len - 8)));
+        }
+        let too_large = || bad(format!("header length {header_len} does not fit the address space"));
+        let mut text = vec![0; usize::try_from(header_len).map_err(|_| too_large())?];
+        file.read_exact(&mut text).map_err(io)?;
+        let text = std::str::from_utf8(&text).map_err(|e| bad(format!("header: {e}")))?;
+        let header: Header = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
+        check_ranges(&header.tensors, len - 8 - header_len).map_err(bad)?;
+        let Header { metadata, tensors } = header;
+        Ok(Container { path: path.into(), file, data_start: 8 + header_len, tensors, metadata })
+    }
+
+    /// Names of the tensors, sorted as strings.
+    pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// Whether there is a tensor of this name.
+    pub(crate) fn has(&self, name: &str) -> bool {
+        self.tensors.contains_key(name)
+    }
+
+    /// An error about this file.
+    pub(crate) fn bad(&self, detail: impl Into<String>) -> Error {
+        Error::Format { path: self.path.clone(), detail: detail.into() }
+    }
+
+    /// The file.
+    pub(super) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Dtype and shape of a tensor.
+    pub(super) fn info(&self, name: &str) -> Result<&TensorInfo> {
+        self.tensors.get(name).ok_or_else(|| self.bad(format!("tensor {name:?} is missing")))
+    }
+
+    fn fill(&self, name: &str, info: &TensorInfo, bytes: &mut [u8]) -> Result<()> {
+        let at = self.data_start + info.data_offsets.0 as u64;
+        let mut file = &self.file;
+        file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes)).map_err(|source| Error::Io {
+            path: self.path.clone(),
+            source: std::io::Error::new(source.kind(), format!("tensor {name:?}: {source}")),
+        })
+    }
+
+    /// A tensor as raw bytes.
+    pub(crate) fn raw(&self, name: &str) -> Result<RawTensor> {
+        let info = self.info(name)?;
+        let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+        self.fill(name, info, &mut bytes)?;
+        Ok(RawTensor { dtype: info.dtype, shape: info.shape.clone(), bytes })
+    }
+
+    fn typed<T: Element>(&self, name: &str, info: &TensorInfo) -> Result<Tensor> {
+        // The data section starts at any byte, so the elements go through an aligned buffer, never a cast.
+        let mut data = vec![T::zeroed(); info.shape.iter().product()];
+        self.fill(name, info, bytemuck::cast_slice_mut(&mut data))?;
+        Tensor::new(&info.shape, data)
+            .map_err(|_| self.bad(format!("tensor {name:?}: shape {:?} is too large", info.shape)))
+    }
+
+    /// A tensor of one of the dtypes that [`Tensor`] has.
+    pub(crate) fn tensor(&self, name: &str) -> Result<Tensor> {
+        let info = self.info(name)?;
+        match info.dtype {
+            Dtype::F32 => self.typed::<f32>(name, info),
+            Dtype::F16 => self.typed::<half::f16>(name, info),
+            Dtype::BF16 => self.typed::<half::bf16>(name, info),
+            Dtype::U32 => self.typed::<u32>(name, info),
+            Dtype::I32 => self.typed::<i32>(name, info),
+            Dtype::U8 => self.typed::<u8>(name, info),
+            other => Err(self.bad(format!("tensor {name:?} has dtype {other}, which no K/V array has"))),
+        }
+    }
+
+    /// The integers of an I32, I64 or U32 tensor.
+    pub(super) fn integers(&self, name: &str) -> Result<Vec<i64>> {
+        let raw = self.raw(name)?;
+        let wide = |chunk: &[u8]| chunk.iter().rev().fold(0u64, |word, &byte| word << 8 | u64::from(byte));
+        Ok(match raw.dtype {
+            Dtype::I32 => raw.bytes.chunks_exact(4).map(|c| i64::from(wide(c) as u32 as i32)).collect(),
+            Dtype::U32 => raw.bytes.chunks_exact(4).map(|c| wide(c) as i64).collect(),
+            Dtype::I64 => raw.bytes.chunks_exact(8).map(|c| wide(c) as i64).collect(),
+            other => return Err(self.bad(format!("tensor {name:?} has dtype {other}, expected integers"))),
+        })
+    }
+}
+
+/// Tensors must tile the data section: each begins where the one before ends, the last ends with the file.
+fn check_ranges(tensors: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result<(), String> {
+    let mut order: Vec<_> = tensors.iter().collect();
+    order.sort_by_key(|(_, info)| info.data_offsets);
+    let mut at = 0;
+    for (name, info) in order {
+        let (begin, end) = info.data_offsets;
+        if begin != at || end < begin || end as u64 > data_len {
+            return Err(format!(
+                "tensor {name:?}: data_offsets [{begin}, {end}] should begin at {at} and end within {data_len}"
+            ));
+        }
+        let (dtype, shape) = (info.dtype, &info.shape);
+        match byte_len(dtype, shape) {
+            Some(n) if n == end - begin => {}
+            Some(n) => {
+                return Err(format!("tensor {name:?}: {dtype} {shape:?} is {n} bytes, not {}", end - begin));
+            }
+            None => return Err(format!("tensor {name:?}: {dtype} {shape:?} is no number of bytes")),
+        }
+        at = end;
+    }
+    if at as u64 != data_len {
+        return Err(format!("the tensors take {at} bytes, the file holds {data_len}"));
+    }
+    Ok(())
+}
+
+struct Header {
+    metadata: BTreeMap<String, String>,
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+/// A JSON object of strings in which no key may come twice.
+struct Strings(BTreeMap<String, String>);
+
+struct HeaderVisitor;
+struct StringsVisitor;
+
+impl<'de> Visitor<'de> for HeaderVisitor {
+    type Value = Header;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("a safetensors header")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+        let mut metadata = None;
+        let mut tensors = BTreeMap::new();
+        while let Some(key) = map.next_key::<String>()? {
+            let twice = if key == "__metadata__" {
+                let strings = map.next_value::<Option<Strings>>()?.map_or_else(BTreeMap::new, |s| s.0);
+                metadata.replace(strings).is_some()
+            } else {
+                let info = map
+                    .next_value::<TensorInfo>()
+                    .map_err(|e| A::Error::custom(format!("tensor {key:?}: {e}")))?;
+                tensors.insert(key.clone(), info).is_some()
+            };
+            if twice {
+                return Err(A::Error::custom(format!("duplicate key {key:?}")));
+            }
+        }
+        Ok(Header { metadata: metadata.unwrap_or_default(), tensors })
+    }
+}
+
+impl<'de> Visitor<'de> for StringsVisitor {
+    type Value = Strings;
+
+    fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
+        f.write_str("metadata strings")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Strings, A::Error> {
+        let mut strings = BTreeMap::new();
+        while let Some((key, value)) = map.next_entry::<String, String>()? {
+            if strings.insert(key.clone(), value).is_some() {
+                return Err(A::Error::custom(format!("duplicate metadata key {key:?}")));
+            }
+        }
+        Ok(Strings(strings))
+    }
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Header, D::Error> {
+        deserializer.deserialize_map(HeaderVisitor)
+    }
+}
+
+impl<'de> Deserialize<'de> for Strings {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Strings, D::Error> {
+        deserializer.deserialize_map(StringsVisitor)
+    }
+}

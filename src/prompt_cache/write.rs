@@ -1,0 +1,318 @@
+//! Layers written as a prompt-cache file of either layout, whole or not at all.
+//!
+//! Deterministic: metadata sorted, tensors by element size (so that all are aligned), then by path. Buffers are
+//! as long as the tokens they hold, in 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own.
+
+use super::container::RawTensor;
+use super::layer::{KvClass, Layer};
+use super::{Fields, Layout, PromptCache, fields_of};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::tensor::Tensor;
+use safetensors::Dtype;
+use safetensors::tensor::TensorInfo;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+
+/// What one leaf of the state tree becomes.
+enum Item<'a> {
+    Tensor(&'a Tensor),
+    Raw(&'a RawTensor),
+    Counter(usize),
+    Text(&'a str),
+    None,
+}
+
+/// Everything that goes into a file.
+struct Plan<'a> {
+    layout: Layout,
+    items: BTreeMap<Vec<usize>, Item<'a>>,
+    /// Meta states of 0.31, by path.
+    meta: BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+struct Header<'a> {
+    __metadata__: &'a BTreeMap<String, String>,
+    #[serde(flatten)]
+    tensors: BTreeMap<String, TensorInfo>,
+}
+
+/// The bytes before the data section, and the items in the order of the data section.
+struct Image<'a> {
+    head: Vec<u8>,
+    items: Vec<Item<'a>>,
+    len: u64,
+}
+
+/// Bytes of the file that [`write`] makes.
+pub(super) fn file_size(cache: &PromptCache, layout: Layout) -> Result<u64> {
+    Ok(image(cache, layout)?.len)
+}
+
+/// Writes the file whole or not at all and gives its bytes.
+pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<u64> {
+    let image = image(cache, layout)?;
+    files::replace_with(path, |out| {
+        out.write_all(&image.head)?;
+        image.items.iter().try_for_each(|item| item.write_to(out))
+    })?;
+    Ok(image.len)
+}
+
+fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
+    let mut plan = Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new() };
+    if layout == Layout::V031 && cache.layers.is_empty() {
+        return Err(refuse("layers", "none".into(), "mlx-lm 0.31 cannot load a cache without layers"));
+    }
+    for (i, layer) in cache.layers.iter().enumerate() {
+        let name = || format!("{i} ({})", layer.class());
+        layer.check().map_err(|e| refuse("layer", name(), &e))?;
+        plan.state(layer, vec![i]).map_err(|reason| refuse("layer", name(), reason))?;
+        if layout == Layout::V031 {
+            plan.meta(layer, i.to_string());
+        }
+    }
+    let metadata = plan.metadata(cache);
+    let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
+    let mut items: Vec<_> = plan.items.into_iter().collect();
+    items.sort_by_key(|(_, item)| std::cmp::Reverse(item.dtype().bitsize())); // stable: then by path
+    let mut tensors = BTreeMap::new();
+    let mut at = 0;
+    for (key, item) in &items {
+        let end = at + item.len();
+        let info = TensorInfo { dtype: item.dtype(), shape: item.shape(), data_offsets: (at, end) };
+        tensors.insert(path(key), info);
+        at = end;
+    }
+    let mut head = serde_json::to_vec(&Header { __metadata__: &metadata, tensors })
+        .map_err(|e| refuse("header", "JSON".into(), &e.to_string()))?;
+    head.resize(head.len().next_multiple_of(8), b' ');
+    let head = [&(head.len() as u64).to_le_bytes()[..], &head].concat();
+    let len = (head.len() + at) as u64;
+    Ok(Image { head, items: items.into_iter().map(|(_, item)| item).collect(), len })
+}
+
+fn refuse(field: &'static str, value: String, reason: &str) -> Error {
+    Error::Unsupported { field, value, reason: reason.into() }
+}
+
+impl<'a> Plan<'a> {
+    fn put(&mut self, path: &[usize], tail: &[usize], item: Item<'a>) {
+        self.items.insert([path, tail].concat(), item);
+    }
+
+    /// The leaves of one layer, or why this layout cannot hold it.
+    fn state(&mut self, layer: &'a Layer, path: Vec<usize>) -> Result<(), &'static str> {
+        let new = self.layout == Layout::V032;
+        let empty = match layer {
+            Layer::Kv { kv, .. } | Layer::Rotating { kv, .. } => kv.is_none(),
+            Layer::Quantized { kv, .. } => kv.is_none(),
+            _ => false,
+        };
+        if empty && !new {
+            return Err("mlx-lm 0.31 cannot hold a layer that was never filled, write 0.32");
+        }
+        match layer {
+            Layer::Kv { class: KvClass::Concatenate, kv: None } => {
+                return Err("mlx-lm cannot load a ConcatenateKVCache that was never filled");
+            }
+            Layer::Kv { class: KvClass::Chunked { start_position: 1.., .. }, .. } if !new => {
+                return Err(
+                    "mlx-lm 0.31 loses the position of a ChunkedKVCache that dropped tokens, write 0.32",
+                );
+            }
+            Layer::Kv { kv: Some(p), .. } | Layer::Rotating { kv: Some(p), .. } => {
+                self.put(&path, &[0], Item::Tensor(&p.keys));
+                self.put(&path, &[1], Item::Tensor(&p.values));
+            }
+            Layer::Quantized { kv: Some(p), .. } => {
+                for (side, packed) in [&p.keys, &p.values].into_iter().enumerate() {
+                    for (j, x) in [&packed.words, &packed.scales, &packed.biases].into_iter().enumerate() {
+                        self.put(&path, &[side, j], Item::Tensor(x));
+                    }
+                }
+            }
+            Layer::Kv { kv: None, .. }
+            | Layer::Quantized { kv: None, .. }
+            | Layer::Rotating { kv: None, .. } => {
+                self.put(&path, &[0], Item::None);
+                self.put(&path, &[1], Item::None);
+            }
+            Layer::Arrays { arrays, left_padding, lengths } => {
+                if arrays.is_empty() {
+                    return Err("mlx-lm cannot load an ArraysCache of no arrays");
+                }
+                let optional = |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, Item::Raw);
+                if new {
+                    self.put(&path, &[1], optional(left_padding));
+                    self.put(&path, &[2], optional(lengths));
+                } else if arrays.iter().any(Option::is_none) || left_padding.is_some() || lengths.is_some() {
+                    return Err(
+                        "mlx-lm 0.31 holds neither missing arrays nor paddings or lengths, write 0.32",
+                    );
+                }
+                let path = if new { [&path[..], &[0]].concat() } else { path.clone() };
+                for (j, x) in arrays.iter().enumerate() {
+                    self.put(&path, &[j], optional(x));
+                }
+            }
+            Layer::List(layers) => {
+                if layers.is_empty() {
+                    return Err("mlx-lm cannot load a CacheList of no caches");
+                }
+                for (j, layer) in layers.iter().enumerate() {
+                    let mut below = [&path[..], &[j]].concat();
+                    if new {
+                        self.put(&below, &[1], Item::Text(layer.class()));
+                        below.push(0);
+                    }
+                    self.state(layer, below)?;
+                }
+            }
+            Layer::Opaque { tensors, .. } => {
+                if new {
+                    return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
+                }
+                for (name, x) in tensors {
+                    let tail: Result<Vec<usize>, _> = name.split('.').map(str::parse).collect();
+                    self.put(&path, &tail.map_err(|_| "a tensor has no tree path for a name")?, Item::Raw(x));
+                }
+            }
+        }
+        if let (true, Some(spec)) = (new, fields_of(layer.class())) {
+            let fields = counters(layer);
+            for (j, field) in spec.v032.iter().enumerate() {
+                self.put(&path, &[2 + j], Item::Counter(fields.get(field).copied().unwrap_or(0)));
+            }
+        }
+        Ok(())
+    }
+
+    /// The meta state of 0.31.
+    fn meta(&mut self, layer: &Layer, path: String) {
+        let mut put = |tail: String, value: &str| self.meta.insert(tail, value.to_string());
+        match layer {
+            Layer::List(layers) => {
+                for (j, layer) in layers.iter().enumerate() {
+                    self.meta.insert(format!("{path}.0.{j}"), layer.class().into());
+                    self.meta(layer, format!("{path}.1.{j}"));
+                }
+            }
+            Layer::Opaque { meta, .. } => {
+                for (tail, value) in meta {
+                    put(format!("{path}.{tail}"), value);
+                }
+            }
+            _ => {
+                let fields = counters(layer);
+                match fields_of(layer.class()).map(|spec| spec.v031) {
+                    None | Some([]) => drop(put(path, "")),
+                    Some(names) => {
+                        for (j, name) in names.iter().enumerate() {
+                            put(format!("{path}.{j}"), &fields.get(name).copied().unwrap_or(0).to_string());
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    fn metadata(&self, cache: &PromptCache) -> BTreeMap<String, String> {
+        let (user, classes) = if self.layout == Layout::V031 { (1, 2) } else { (0, 1) };
+        let mut all: BTreeMap<_, _> = self.meta.iter().map(|(k, v)| (format!("0.{k}"), v.clone())).collect();
+        all.extend(cache.metadata.iter().map(|(k, v)| (format!("{user}.{k}"), v.clone())));
+        for (i, layer) in cache.layers.iter().enumerate() {
+            all.insert(format!("{classes}.{i}"), layer.class().into());
+        }
+        if self.layout == Layout::V032 {
+            all.insert("2.0".into(), String::new());
+            let kinds = self.items.iter().filter_map(|(path, item)| Some((path, item.kind()?)));
+            for (i, (path, kind)) in kinds.enumerate() {
+                let path: Vec<_> = path.iter().map(usize::to_string).collect();
+                all.insert(format!("2.{}.0", i + 1), path.join("."));
+                all.insert(format!("2.{}.1", i + 1), kind.into());
+            }
+        }
+        all
+    }
+}
+
+/// The counters of a layer, by name.
+fn counters(layer: &Layer) -> Fields {
+    let mut fields = Fields::from([("offset", layer.offset().unwrap_or(0))]);
+    match layer {
+        Layer::Kv { class: KvClass::Chunked { chunk_size, start_position }, .. } => {
+            fields.extend([("chunk_size", *chunk_size), ("start_position", *start_position)]);
+        }
+        Layer::Quantized { group_size, bits, .. } => {
+            fields.extend([("group_size", *group_size), ("bits", *bits)]);
+        }
+        Layer::Rotating { ring, .. } => {
+            fields.extend([("keep", ring.keep), ("max_size", ring.max_size), ("idx", ring.idx)]);
+        }
+        _ => {}
+    }
+    fields
+}
+
+impl Item<'_> {
+    /// The entry in the table of 0.32.
+    fn kind(&self) -> Option<&'static str> {
+        match self {
+            Item::Tensor(_) | Item::Raw(_) => None,
+            Item::Counter(_) => Some("scalar"),
+            Item::Text(_) => Some("string"),
+            Item::None => Some("none"),
+        }
+    }
+
+    fn dtype(&self) -> Dtype {
+        match self {
+            Item::Tensor(Tensor::F32(_)) | Item::None => Dtype::F32,
+            Item::Tensor(Tensor::F16(_)) => Dtype::F16,
+            Item::Tensor(Tensor::BF16(_)) => Dtype::BF16,
+            Item::Tensor(Tensor::U32(_)) => Dtype::U32,
+            Item::Tensor(Tensor::U8(_)) => Dtype::U8,
+            Item::Tensor(Tensor::I32(_)) | Item::Text(_) => Dtype::I32,
+            Item::Counter(n) if i32::try_from(*n).is_ok() => Dtype::I32,
+            Item::Counter(_) => Dtype::I64,
+            Item::Raw(x) => x.dtype,
+        }
+    }
+
+    fn shape(&self) -> Vec<usize> {
+        match self {
+            Item::Tensor(x) => x.shape().to_vec(),
+            Item::Raw(x) => x.shape.clone(),
+            Item::Counter(_) => vec![],
+            Item::Text(s) => vec![s.chars().count()],
+            Item::None => vec![0],
+        }
+    }
+
+    fn len(&self) -> usize {
+        match self {
+            Item::Tensor(x) => x.nbytes(),
+            Item::Raw(x) => x.bytes.len(),
+            Item::Counter(_) => self.dtype().bitsize() / 8,
+            Item::Text(s) => 4 * s.chars().count(),
+            Item::None => 0,
+        }
+    }
+
+    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
+        match self {
+            Item::Raw(x) => out.write_all(&x.bytes),
+            Item::None => Ok(()),
+            Item::Counter(n) => match i32::try_from(*n) {
+                Ok(n) => out.write_all(&n.to_le_bytes()),
+                Err(_) => out.write_all(&(*n as u64).to_le_bytes()),
+            },
+            Item::Text(s) => s.chars().try_for_each(|c| out.write_all(&(c as u32).to_le_bytes())),
+            Item::Tensor(x) => out.write_all(&x.row_major_bytes()),
+        }
+    }
+}

@@ -1,0 +1,93 @@
+//! What this crate writes, loaded and continued by the real mlx-lm 0.31.3 and 0.32.2 (tests/interop/check.py).
+//!
+//! Needs the virtual environments that mlx/setup.sh makes. Without them the test fails under CI and says
+//! elsewhere that it did not run.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use turbomoq::prompt_cache::{Layer, Layout, Packed, Pair, PromptCache};
+
+const RELEASES: [(&str, Layout); 2] = [("venv-0.31", Layout::V031), ("venv-0.32", Layout::V032)];
+
+/// The interpreters of both releases, or `None` (said aloud) where they are not installed.
+fn pythons() -> Option<Vec<(PathBuf, Layout)>> {
+    let runtime = std::env::var_os("TURBOMOQ_MLX_RUNTIME")
+        .map_or_else(|| Path::new(env!("CARGO_MANIFEST_DIR")).join("mlx/.runtime"), PathBuf::from);
+    let found: Vec<_> = RELEASES.map(|(venv, layout)| (runtime.join(venv).join("bin/python"), layout)).into();
+    let missing: Vec<_> = found.iter().filter(|(python, _)| !python.exists()).map(|(p, _)| p).collect();
+    if missing.is_empty() {
+        return Some(found);
+    }
+    assert!(std::env::var_os("CI").is_none(), "{missing:?} missing: run mlx/setup.sh");
+    // Past the capture of the test harness, which hides what a passing test prints.
+    let line = format!("NOT RUN: interop with mlx-lm, {missing:?} missing (mlx/setup.sh makes them)\n");
+    std::io::stderr().write_all(line.as_bytes()).unwrap();
+    None
+}
+
+fn check(python: &Path, args: &[&dyn AsRef<std::ffi::OsStr>]) {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop/check.py");
+    let output = Command::new(python).arg(script).args(args).output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
+    print!("{}", text(&output.stdout));
+}
+
+#[test]
+fn rewritten_caches_hold_and_continue_the_same_in_both_releases() {
+    let Some(pythons) = pythons() else { return };
+    for (maker, made) in &pythons {
+        let folder = tempfile::tempdir().unwrap();
+        check(maker, &[&"make", &folder.path()]);
+        for (reader, layout) in &pythons {
+            let out = folder.path().join(format!("as-{layout}"));
+            std::fs::create_dir(&out).unwrap();
+            for entry in std::fs::read_dir(folder.path()).unwrap() {
+                let path = entry.unwrap().path();
+                if path.extension().is_none_or(|e| e != "safetensors") {
+                    continue;
+                }
+                let cache = PromptCache::read(&path).unwrap();
+                assert_eq!(cache.layout, *made);
+                let name = path.file_name().unwrap();
+                if name.to_str().unwrap().starts_with("new_") && *layout == Layout::V031 {
+                    assert!(cache.write(out.join(name), *layout).is_err(), "0.31 has no such caches");
+                    continue;
+                }
+                // Replacing all contents by themselves must not change a bit of plain and ring layers.
+                let rebuilt = |layer: &Layer| match layer.attention_kv().unwrap() {
+                    Some(kv) if !matches!(layer, Layer::Quantized { .. }) => layer.with_kv(&kv).unwrap(),
+                    _ => layer.clone(),
+                };
+                let layers: Vec<_> = cache.layers.iter().map(rebuilt).collect();
+                PromptCache { layers, ..cache }.write(out.join(name), *layout).unwrap();
+            }
+            check(reader, &[&"verify", &folder.path(), &out]);
+        }
+    }
+}
+
+#[test]
+fn quantization_equals_mx_quantize() {
+    let Some(pythons) = pythons() else { return };
+    for (python, layout) in &pythons {
+        let folder = tempfile::tempdir().unwrap();
+        check(python, &[&"floats", &folder.path()]);
+        let plain = PromptCache::read(folder.path().join("floats.safetensors")).unwrap();
+        let mut layers = Vec::new();
+        for layer in &plain.layers {
+            let kv = layer.attention_kv().unwrap().unwrap();
+            for bits in [2, 3, 4, 5, 6, 8] {
+                for group_size in [32, 64, 128] {
+                    let pack = |x| Packed::quantize(x, group_size, bits).unwrap();
+                    let kv = Some(Pair { keys: pack(&kv.keys), values: pack(&kv.values) });
+                    layers.push(Layer::Quantized { kv, group_size, bits });
+                }
+            }
+        }
+        let ours = PromptCache { layers, ..plain };
+        ours.write(folder.path().join("ours.safetensors"), *layout).unwrap();
+        check(python, &[&"quantize", &folder.path()]);
+    }
+}
