@@ -25,6 +25,8 @@ pub mod rotation;
 pub mod scale;
 pub mod spec;
 pub mod tensor;
+pub mod trellis;
+pub mod trellis_search;
 
 pub use compressor::Compressor;
 pub use error::{Error, Result};
