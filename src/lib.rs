@@ -1,7 +1,9 @@
 //! KV-cache compression for large language models on MLX: pack keys and values, attend on the packed form.
 
 pub mod archive;
+pub mod attention;
 pub mod bits;
+pub mod cache;
 pub mod codebook;
 pub mod codec;
 pub mod codes;

@@ -3,6 +3,7 @@
 //! Work is cut into runs of rows; every run is one call through `pulp`, which selects the instruction set once, and the row
 //! functions are inlined into it. No step reorders a sum by vector width or thread count, so the bytes are the same everywhere.
 
+use crate::attention::{Rules, Segment};
 use crate::codec::{Codec, Prepared};
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_queries, check_vectors};
@@ -15,6 +16,8 @@ use half::{bf16, f16};
 use pulp::Arch;
 use rayon::prelude::*;
 use std::sync::Arc;
+
+mod attend;
 
 /// Rows a run: enough to hide the dispatch, few enough that every core gets some.
 const RUN: usize = 128;
@@ -317,6 +320,31 @@ impl Engine for Cpu {
             codec.finish_sum(tables.row(head), &mut sum, total, out, &mut scratch);
         }
         Tensor::new(&[b, hq, l, d], out)
+    }
+
+    fn attend(
+        &self,
+        segments: &[Segment<Tensor>],
+        queries: &Tensor,
+        rules: &Rules<Tensor>,
+    ) -> Result<Tensor> {
+        attend::attend(segments, queries, rules)
+    }
+
+    fn dtype(&self, tensor: &Tensor) -> Result<Dtype> {
+        tensor.float().ok_or_else(|| tensor.wrong_dtype("tensor", "F32, F16 or BF16"))
+    }
+
+    fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Tensor> {
+        Tensor::from_f32(dtype, shape, vec![0.0; shape.iter().product()])
+    }
+
+    fn write(&self, buffer: &mut Tensor, start: usize, rows: &Tensor) -> Result<()> {
+        buffer.write_rows(start, rows)
+    }
+
+    fn compact(&self, tensor: &Tensor) -> Result<Tensor> {
+        Ok(tensor.compact())
     }
 }
 

@@ -4,9 +4,11 @@
 //! made once for each codec. Uniform grids whose width MLX's quantized kernels know are scored and summed by
 //! `quantized_matmul` on the packed words as they are.
 
+mod attend;
 mod stages;
 mod tables;
 
+use crate::attention::{Rules, Segment};
 use crate::codec::{Band, Codec};
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_queries, check_vectors};
@@ -24,14 +26,21 @@ use std::sync::Arc;
 use tables::{Tables, native_group};
 
 /// The MLX engine.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Graph {
-    tables: RefCell<HashMap<TableKey, Rc<Tables>>>,
+    tables: Rc<RefCell<HashMap<TableKey, Rc<Tables>>>>,
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Graph({} codecs)", self.tables.borrow().len())
+    }
 }
 
 /// Whether MLX's default device is a GPU.
 pub fn on_gpu() -> bool {
-    mlx_rs::Device::try_default().is_ok_and(|d| d.get_type().is_ok_and(|t| t == mlx_rs::DeviceType::Gpu))
+    mlx_rs::Device::try_default()
+        .is_ok_and(|d| d.get_type().is_ok_and(|t| matches!(t, mlx_rs::DeviceType::Gpu)))
 }
 
 /// What makes two codecs the same: the spec and the bits of calibrated levels.
@@ -246,12 +255,12 @@ impl Engine for Graph {
             rows
         };
         let x = leave(codec, codes.frame(), &tables, &rows, None)?;
-        let (top, to) = match dtype {
+        let top = match dtype {
             Dtype::F32 => return Ok(x),
-            Dtype::F16 => (65504.0, MlxDtype::Float16),
-            Dtype::BF16 => (half::bf16::MAX.to_f32(), MlxDtype::Bfloat16),
+            Dtype::F16 => 65504.0,
+            Dtype::BF16 => half::bf16::MAX.to_f32(),
         };
-        Ok(ops::minimum(ops::maximum(x, num(-top))?, num(top))?.as_dtype(to)?)
+        Ok(ops::minimum(ops::maximum(x, num(-top))?, num(top))?.as_dtype(mlx_dtype(dtype))?)
     }
 
     fn scores(&self, codes: &Codes<Array>, queries: &Array) -> Result<Array> {
@@ -341,9 +350,37 @@ impl Engine for Graph {
                 sum = sum.add(matmul(matmul(weights, signs)?, &tables.projections[round])?)?;
             }
         }
-        leave(codec, codes.frame(), &tables, &sum, Some(&w.sum_axis(-1, true)?))?
-            .reshape(&out)
-            .map_err(Error::from)
+        let out_of_it = leave(codec, codes.frame(), &tables, &sum, Some(&w.sum_axis(-1, true)?))?;
+        Ok(out_of_it.reshape(&out)?)
+    }
+
+    fn attend(&self, segments: &[Segment<Array>], queries: &Array, rules: &Rules<Array>) -> Result<Array> {
+        attend::attend(self, segments, queries, rules)
+    }
+
+    fn dtype(&self, tensor: &Array) -> Result<Dtype> {
+        match tensor.dtype() {
+            MlxDtype::Float32 => Ok(Dtype::F32),
+            MlxDtype::Float16 => Ok(Dtype::F16),
+            MlxDtype::Bfloat16 => Ok(Dtype::BF16),
+            other => {
+                Err(Error::Dtype { what: "array", expected: "F32, F16 or BF16", got: format!("{other:?}") })
+            }
+        }
+    }
+
+    fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Array> {
+        let shape: Vec<i32> = shape.iter().map(|&n| n as i32).collect();
+        Ok(ops::zeros_dtype(&shape, mlx_dtype(dtype))?)
+    }
+
+    fn write(&self, buffer: &mut Array, start: usize, rows: &Array) -> Result<()> {
+        *buffer = mlx_ops::write_rows(buffer, start, &rows.as_dtype(buffer.dtype())?)?;
+        Ok(())
+    }
+
+    fn compact(&self, tensor: &Array) -> Result<Array> {
+        Ok(tensor.contiguous()?)
     }
 }
 
@@ -376,6 +413,14 @@ impl Graph {
         let biases = scales.multiply(num(-0.5 * ((1u32 << band.bits) - 1) as f32))?;
         let words = slice(codes.words(), 3, band.word, band.word + band.words)?;
         Ok(Some(Native { words, scales, biases, group, bits: band.bits.into() }))
+    }
+}
+
+fn mlx_dtype(dtype: Dtype) -> MlxDtype {
+    match dtype {
+        Dtype::F32 => MlxDtype::Float32,
+        Dtype::F16 => MlxDtype::Float16,
+        Dtype::BF16 => MlxDtype::Bfloat16,
     }
 }
 
