@@ -14,6 +14,7 @@ pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
 pub mod grid;
+pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
 pub mod prompt_cache;
@@ -25,6 +26,7 @@ pub mod rotation;
 pub mod scale;
 pub mod spec;
 pub mod tensor;
+pub mod transform;
 pub mod trellis;
 pub mod trellis_search;
 
