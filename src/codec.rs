@@ -11,7 +11,7 @@ use crate::frame::RowFrame;
 use crate::grid::{ScalarGrid, affine_quantize, affine_range};
 use crate::qjl::Qjl;
 use crate::rotation::{Rotation, dot, hadamard_order};
-use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
 use std::sync::Arc;
 
 /// A run of coordinates that share bits, a rotation and a scale.
@@ -248,8 +248,13 @@ impl Codec {
             }
             grid.quantize(spare, codes);
             bits::pack(codes, band.bits, words);
-            grid.look_up(codes, c);
-            let scale = self.spec.scale.scale(yy, dot(c, y), dot(c, c), band.dim);
+            let rule = self.spec.scale;
+            if rule != ScaleRule::Plain || self.qjl.is_some() {
+                grid.unpack(words, c, codes);
+            }
+            let cy = if rule.needs_cy() { dot(c, y) } else { 0.0 };
+            let cc = if rule.needs_cc() { dot(c, c) } else { 0.0 };
+            let scale = rule.scale(yy, cy, cc, band.dim);
             scales[i] = self.spec.format.code(scale);
             if self.qjl.is_some() {
                 let stored = self.spec.format.value(scales[i]);
@@ -272,7 +277,7 @@ impl Codec {
         let group = self.affine_group().expect("an affine codec");
         let groups = y.len() / group;
         for (g, (x, codes)) in y.chunks_exact(group).zip(codes.chunks_exact_mut(group)).enumerate() {
-            let finite = x.iter().all(|x| x.is_finite());
+            let finite = x.iter().fold(0, |top, x| (x.to_bits() & 0x7fff_ffff).max(top)) < 0x7f80_0000;
             let (scale, bias) = if finite { affine_range(x, self.spec.bits) } else { (f32::NAN, f32::NAN) };
             affine_quantize(x, scale, bias, self.spec.bits, codes);
             scales[g] = ScaleFormat::F16.code(scale);
@@ -290,9 +295,13 @@ impl Codec {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
+        self.look_up_row(words, scratch);
+        if frame.is_empty() {
+            self.put_levels::<false>(words, scales, 1.0, out, scratch);
+            return self.leave_rotation(out, scratch);
+        }
         let mut sum = std::mem::take(&mut scratch.rows[0]);
-        sum.fill(0.0);
-        self.add_weighted_row(words, scales, 1.0, &mut sum, scratch);
+        self.put_levels::<false>(words, scales, 1.0, &mut sum, scratch);
         self.finish_sum(frame, &mut sum, 1.0, out, scratch);
         scratch.rows[0] = sum;
     }
@@ -325,10 +334,12 @@ impl Codec {
         let Scratch { rows: [_, c, _], codes } = scratch;
         for band in &self.bands {
             let (c, codes) = (&mut c[band.start..][..band.dim], &mut codes[..band.dim]);
-            bits::unpack(&words[band.word..][..band.words], band.bits, codes);
-            match &band.grid {
-                Some(grid) => grid.look_up(codes, c),
-                None => c.iter_mut().zip(codes).for_each(|(c, code)| *c = f32::from(*code)),
+            let words = &words[band.word..][..band.words];
+            if let Some(grid) = &band.grid {
+                grid.unpack(words, c, codes);
+            } else {
+                bits::unpack(words, band.bits, codes);
+                c.iter_mut().zip(codes).for_each(|(c, code)| *c = f32::from(*code));
             }
         }
     }
@@ -362,17 +373,34 @@ impl Codec {
     /// [`Codec::add_weighted_row`] after [`Codec::look_up_row`].
     #[inline(always)]
     pub fn add_levels(&self, words: &[u32], scales: &[u16], weight: f32, sum: &mut [f32], scratch: &Scratch) {
+        self.put_levels::<true>(words, scales, weight, sum, scratch);
+    }
+
+    /// Adds to `sum`, or overwrites it.
+    #[inline(always)]
+    fn put_levels<const ADD: bool>(
+        &self,
+        words: &[u32],
+        scales: &[u16],
+        weight: f32,
+        sum: &mut [f32],
+        scratch: &Scratch,
+    ) {
         let c = &scratch.rows[1];
         if let Some(group) = self.affine_group() {
             for (g, (sum, c)) in sum.chunks_exact_mut(group).zip(c.chunks_exact(group)).enumerate() {
                 let (scale, bias) = self.affine_scales(scales, g);
-                sum.iter_mut().zip(c).for_each(|(s, c)| *s += weight * (scale * c + bias));
+                for (s, c) in sum.iter_mut().zip(c) {
+                    *s = if ADD { *s } else { 0.0 } + weight * (scale * c + bias);
+                }
             }
         } else {
             for (i, band) in self.bands.iter().enumerate() {
                 let w = weight * self.spec.format.value(scales[i]);
                 let run = band.start..band.start + band.dim;
-                sum[run.clone()].iter_mut().zip(&c[run]).for_each(|(s, c)| *s += w * c);
+                for (s, c) in sum[run.clone()].iter_mut().zip(&c[run]) {
+                    *s = if ADD { *s } else { 0.0 } + w * c;
+                }
             }
         }
         if let Some(qjl) = &self.qjl {
@@ -399,10 +427,15 @@ impl Codec {
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
+        self.leave_rotation(sum, scratch);
+        frame.leave(sum, weights, out);
+    }
+
+    #[inline(always)]
+    fn leave_rotation(&self, sum: &mut [f32], scratch: &mut Scratch) {
         for band in &self.bands {
             band.rotation.inverse(&mut sum[band.start..][..band.dim], &mut scratch.rows[2][..band.dim]);
         }
-        frame.leave(sum, weights, out);
     }
 
     /// Takes a query into the codec's domain.
@@ -429,6 +462,11 @@ impl Codec {
 }
 
 impl RowFrame<'_> {
+    #[inline(always)]
+    fn is_empty(&self) -> bool {
+        self.centre.is_none() && self.gain.is_none() && self.order.is_none()
+    }
+
     #[inline(always)]
     fn source(&self, place: usize) -> usize {
         self.order.map_or(place, |order| order[place] as usize)
@@ -461,7 +499,7 @@ impl RowFrame<'_> {
 
     #[inline(always)]
     fn leave(&self, t: &[f32], weights: f32, out: &mut [f32]) {
-        if self.centre.is_none() && self.gain.is_none() && self.order.is_none() {
+        if self.is_empty() {
             return out.copy_from_slice(t);
         }
         for place in 0..t.len() {
