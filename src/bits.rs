@@ -157,7 +157,7 @@ mod tests {
                     assert_eq!(code_at(&packed, bits, i), code, "{bits} bits, dim {dim}, coordinate {i}");
                 }
                 let used = dim * bits as usize;
-                if used % 32 != 0 {
+                if !used.is_multiple_of(32) {
                     assert_eq!(packed[used / 32] >> (used % 32), 0, "padding bits, {bits} bits, dim {dim}");
                 }
                 let mut back = vec![0; dim];

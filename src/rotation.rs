@@ -40,7 +40,7 @@ pub enum Rotation {
 pub fn hadamard_order(dim: usize) -> Option<usize> {
     [1, 12, 20, 28]
         .into_iter()
-        .find(|m| dim % m == 0 && (dim / m).is_power_of_two() && (*m == 1 || dim / m >= 4))
+        .find(|m| dim.is_multiple_of(*m) && (dim / m).is_power_of_two() && (*m == 1 || dim / m >= 4))
 }
 
 impl Rotation {

@@ -143,7 +143,7 @@ mod tests {
             let mut y = x.clone();
             walsh(&mut y, n);
             for (i, y) in y.iter().enumerate() {
-                let sign = |j: usize| if ((i % n) & j).count_ones() % 2 == 0 { 1.0 } else { -1.0 };
+                let sign = |j: usize| if ((i % n) & j).count_ones().is_multiple_of(2) { 1.0 } else { -1.0 };
                 let want: f64 = (0..n).map(|j| sign(j) * f64::from(x[i / n * n + j])).sum();
                 assert!(
                     (f64::from(*y) - want).abs() < 1e-5 * n as f64,
