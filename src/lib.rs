@@ -16,6 +16,7 @@ pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
 pub mod grid;
+pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
 pub mod prompt_cache;
@@ -27,6 +28,7 @@ pub mod rotation;
 pub mod scale;
 pub mod spec;
 pub mod tensor;
+pub mod transform;
 pub mod trellis;
 pub mod trellis_search;
 

@@ -236,7 +236,13 @@ fn trim_and_append_again_is_as_if_never_appended() {
         cache.update_and_fetch(&cut(&s.k, 0, 290), &cut(&s.v, 0, 290)).unwrap();
         let mut at = 290;
         for round in 0..60 {
-            let back = if round == 29 { 150 } else if round % 10 == 9 { 15 } else { 0 };
+            let back = if round == 29 {
+                150
+            } else if round % 10 == 9 {
+                15
+            } else {
+                0
+            };
             assert_eq!(cache.trim(back).unwrap(), back);
             at -= back;
             cache.update_and_fetch(&cut(&s.k, at, at + 4), &cut(&s.v, at, at + 4)).unwrap();
