@@ -13,6 +13,8 @@ use crate::grid::ScalarGrid;
 use crate::qjl::Qjl;
 use crate::rotation::{Rotation, hadamard_order};
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
+use crate::trellis::Trellis;
+use crate::trellis_search;
 use std::sync::Arc;
 
 /// A run of coordinates that share bits, a rotation and a scale.
@@ -30,8 +32,29 @@ pub struct Band {
     pub words: usize,
     /// The rotation of the band.
     pub rotation: Rotation,
-    /// The grid of the band; `None` for affine groups.
-    pub grid: Option<ScalarGrid>,
+    /// The grid of the band.
+    pub grid: BandGrid,
+}
+
+/// What the codes of a band stand for.
+#[derive(Clone, Debug)]
+pub enum BandGrid {
+    /// A level for each code.
+    Scalar(ScalarGrid),
+    /// A level for each window of the bit stream.
+    Trellis(Trellis),
+    /// Steps between the ends of a group.
+    Affine,
+}
+
+impl BandGrid {
+    /// The scalar grid, if it is one.
+    pub fn scalar(&self) -> Option<&ScalarGrid> {
+        match self {
+            BandGrid::Scalar(grid) => Some(grid),
+            _ => None,
+        }
+    }
 }
 
 /// A spec with the tables made from it.
@@ -51,6 +74,7 @@ pub struct Codec {
 pub struct Scratch {
     rows: [Vec<f32>; 3],
     codes: Vec<u8>,
+    search: trellis_search::Scratch,
 }
 
 /// A query in the codec's domain.
@@ -120,7 +144,11 @@ impl Codec {
                     RotationKind::Dense => Rotation::dense(dim, seed),
                     RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
                 };
-                let grid = (!affine).then(|| ScalarGrid::new(spec.grid, bits, dim, fitted.as_ref()));
+                let grid = match spec.grid {
+                    Grid::Affine { .. } | Grid::ChannelAffine { .. } => BandGrid::Affine,
+                    Grid::Trellis { states } => BandGrid::Trellis(trellis(states, bits, dim)?),
+                    grid => BandGrid::Scalar(ScalarGrid::new(grid, bits, dim, fitted.as_ref())),
+                };
                 let words = bits::words(dim, bits);
                 bands.push(Band { start: at, dim, bits, word, words, rotation, grid });
                 at += dim;
@@ -209,8 +237,22 @@ impl Codec {
     /// Buffers for this codec's stages.
     pub fn scratch(&self) -> Scratch {
         let d = self.spec.head_dim;
-        Scratch { rows: std::array::from_fn(|_| vec![0.0; d]), codes: vec![0; d] }
+        Scratch {
+            rows: std::array::from_fn(|_| vec![0.0; d]),
+            codes: vec![0; d],
+            search: trellis_search::Scratch::default(),
+        }
     }
+}
+
+/// A trellis whose ring is long enough for the cheap search of its seam, see [`crate::trellis_search`].
+fn trellis(states: u8, bits: u8, dim: usize) -> Result<Trellis> {
+    let fits = dim % 8 == 0 && dim * usize::from(bits) >= 32;
+    Trellis::new(states, bits).filter(|_| fits).ok_or_else(|| Error::Unsupported {
+        field: "grid",
+        value: format!("trellis{states} of {bits} bits on {dim} channels"),
+        reason: "a multiple of 8 channels and a stream of 32 bits are needed".into(),
+    })
 }
 
 /// Sizes of the blocks that a run of coordinates is rotated in: one, or for a Hadamard rotation the greatest sizes that have a form.

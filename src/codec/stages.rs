@@ -1,12 +1,27 @@
 //! The stages of a codec on one row: what both engines are held to.
 
-use super::{Codec, Prepared, Scratch};
+use super::{BandGrid, Codec, Prepared, Scratch};
 use crate::bits;
 use crate::frame::RowFrame;
 use crate::grid::{affine_quantize, affine_range};
 use crate::qjl::Qjl;
 use crate::rotation::dot;
 use crate::spec::{ScaleFormat, ScaleRule};
+
+impl BandGrid {
+    /// Levels of packed codes; affine groups give their codes. `codes` is overwritten.
+    #[inline(always)]
+    fn unpack(&self, words: &[u32], out: &mut [f32], codes: &mut [u8], bits: u8) {
+        match self {
+            BandGrid::Scalar(grid) => grid.unpack(words, out, codes),
+            BandGrid::Trellis(trellis) => trellis.decode(words, out),
+            BandGrid::Affine => {
+                bits::unpack(words, bits, codes);
+                out.iter_mut().zip(codes).for_each(|(c, code)| *c = f32::from(*code));
+            }
+        }
+    }
+}
 
 impl Codec {
     /// Packs one vector: `words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
@@ -19,7 +34,7 @@ impl Codec {
         scales: &mut [u16],
         scratch: &mut Scratch,
     ) {
-        let Scratch { rows: [t, c, spare], codes } = scratch;
+        let Scratch { rows: [t, c, spare], codes, search } = scratch;
         frame.enter(x, t);
         let sign_words = self.row_words - self.qjl.as_ref().map_or(0, |q| q.rounds() * q.projections() / 32);
         for (i, band) in self.bands.iter().enumerate() {
@@ -27,11 +42,11 @@ impl Codec {
             let (codes, spare) = (&mut codes[..band.dim], &mut spare[..band.dim]);
             band.rotation.forward(y, spare);
             let words = &mut words[band.word..][..band.words];
-            let Some(grid) = &band.grid else {
+            if let BandGrid::Affine = band.grid {
                 self.encode_groups(y, scales, codes);
                 bits::pack(codes, band.bits, words);
                 continue;
-            };
+            }
             let yy = dot(y, y);
             if yy == 0.0 || !yy.is_finite() {
                 words.fill(0);
@@ -44,11 +59,17 @@ impl Codec {
             for (u, y) in spare.iter_mut().zip(y.iter()) {
                 *u = y * inverse;
             }
-            grid.quantize(spare, codes);
-            bits::pack(codes, band.bits, words);
+            match &band.grid {
+                BandGrid::Scalar(grid) => {
+                    grid.quantize(spare, codes);
+                    bits::pack(codes, band.bits, words);
+                }
+                BandGrid::Trellis(trellis) => trellis.encode(spare, words, search),
+                BandGrid::Affine => {}
+            }
             let rule = self.spec.scale;
             if rule != ScaleRule::Plain || self.qjl.is_some() {
-                grid.unpack(words, c, codes);
+                band.grid.unpack(words, c, codes, band.bits);
             }
             let cy = if rule.needs_cy() { dot(c, y) } else { 0.0 };
             let cc = if rule.needs_cc() { dot(c, c) } else { 0.0 };
@@ -129,16 +150,10 @@ impl Codec {
     /// [`Codec::add_levels`]; affine groups leave their codes.
     #[inline(always)]
     pub fn look_up_row(&self, words: &[u32], scratch: &mut Scratch) {
-        let Scratch { rows: [_, c, _], codes } = scratch;
+        let Scratch { rows: [_, c, _], codes, .. } = scratch;
         for band in &self.bands {
             let (c, codes) = (&mut c[band.start..][..band.dim], &mut codes[..band.dim]);
-            let words = &words[band.word..][..band.words];
-            if let Some(grid) = &band.grid {
-                grid.unpack(words, c, codes);
-            } else {
-                bits::unpack(words, band.bits, codes);
-                c.iter_mut().zip(codes).for_each(|(c, code)| *c = f32::from(*code));
-            }
+            band.grid.unpack(&words[band.word..][..band.words], c, codes, band.bits);
         }
     }
 

@@ -7,9 +7,10 @@
 mod attend;
 mod stages;
 mod tables;
+mod trellis;
 
 use crate::attention::{Rules, Segment};
-use crate::codec::{Band, Codec};
+use crate::codec::{Band, BandGrid, Codec};
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_queries, check_vectors};
 use crate::error::{Error, Result};
@@ -23,7 +24,7 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use tables::{Tables, native_group};
+use tables::{BandTables, Tables, native_group};
 
 /// The MLX engine.
 #[derive(Clone, Default)]
@@ -66,14 +67,22 @@ impl Graph {
     /// Levels [B, H, T, n] of one band, before the scale.
     fn levels(&self, tables: &Tables, i: usize, band: &Band, words: &Array) -> Result<Array> {
         let words = slice(words, 3, band.word, band.word + band.words)?;
-        let codes = unpack(&words, band.dim, band.bits)?;
-        match (&tables.bands[i].levels, band.grid.as_ref().and_then(|g| g.step())) {
-            (Some(_), Some(step)) => {
-                let middle = 0.5 * ((1u32 << band.bits) - 1) as f32;
-                Ok(codes.subtract(num(middle))?.multiply(num(step))?)
+        let table = tables.bands[i].levels.as_ref();
+        match (&band.grid, table) {
+            (BandGrid::Trellis(trellis), Some(levels)) => {
+                Ok(levels.take(trellis::windows(&words, trellis, band.dim)?)?)
             }
-            (Some(levels), None) => Ok(levels.take(codes.as_dtype(MlxDtype::Uint32)?)?),
-            (None, _) => Ok(codes),
+            (BandGrid::Scalar(grid), Some(levels)) => {
+                let codes = unpack(&words, band.dim, band.bits)?;
+                match grid.step() {
+                    Some(step) => {
+                        let middle = 0.5 * ((1u32 << band.bits) - 1) as f32;
+                        Ok(codes.subtract(num(middle))?.multiply(num(step))?)
+                    }
+                    None => Ok(levels.take(codes.as_dtype(MlxDtype::Uint32)?)?),
+                }
+            }
+            _ => unpack(&words, band.dim, band.bits),
         }
     }
 
@@ -116,25 +125,24 @@ impl Graph {
         let (mut words, mut scales, mut left) = (vec![], vec![], vec![]);
         for (i, band) in codec.bands().iter().enumerate() {
             let y = tables.bands[i].rotation.forward(&slice(t, 3, band.start, band.start + band.dim)?)?;
-            let (Some(grid), Some(levels), Some(borders)) =
-                (&band.grid, &tables.bands[i].levels, &tables.bands[i].borders)
-            else {
-                return encode_groups(codec, &y);
-            };
+            let Some(levels) = &tables.bands[i].levels else { return encode_groups(codec, &y) };
             let yy = dot(&y, &y)?;
             let good = yy.gt(num(0.0))?.logical_and(finite(&yy)?)?;
             let u = y.multiply(num(band.dim as f32).divide(&yy)?.sqrt()?)?;
-            let codes = match grid.step() {
-                Some(step) => {
-                    let (half, top) = ((1u32 << band.bits) as f32 * 0.5, ((1u32 << band.bits) - 1) as f32);
-                    let place = u.multiply(num(1.0 / step))?.add(num(half))?;
-                    ops::minimum(ops::maximum(place, num(0.0))?, num(top))?.as_dtype(MlxDtype::Uint32)?
+            // What a bad row gives is undefined up to the mask; its codes are zeros.
+            let zero = Array::from_slice(&[0u32], &[1]);
+            let (codes, c) = match &band.grid {
+                BandGrid::Trellis(trellis) => {
+                    let codes = select(&good, trellis::search(&u, trellis)?, zero)?;
+                    let windows = trellis::windows(&pack(&codes, band.bits)?, trellis, band.dim)?;
+                    (codes, levels.take(windows)?)
                 }
-                None => borders.search_sorted(&u, ops::SearchSide::Right)?,
+                grid => {
+                    let codes = select(&good, scalar_codes(&u, grid, &tables.bands[i], band.bits)?, zero)?;
+                    let c = levels.take(&codes)?;
+                    (codes, c)
+                }
             };
-            // What a bad row gives is undefined up to here; its codes are zeros.
-            let codes = select(&good, codes, Array::from_slice(&[0u32], &[1]))?;
-            let c = levels.take(&codes)?;
             let scale = scale_of(codec.spec().scale, &yy, &dot(&c, &y)?, &dot(&c, &c)?, band.dim)?;
             let stored = store_scale(&scale, codec.format())?;
             if codec.qjl().is_some() {
@@ -384,6 +392,18 @@ impl Engine for Graph {
     }
 }
 
+/// Codes of unit-variance coordinates on a scalar grid.
+fn scalar_codes(u: &Array, grid: &BandGrid, tables: &BandTables, bits: u8) -> Result<Array> {
+    match (grid.scalar().and_then(|g| g.step()), &tables.borders) {
+        (None, Some(borders)) => Ok(borders.search_sorted(u, ops::SearchSide::Right)?),
+        (step, _) => {
+            let (half, top) = ((1u32 << bits) as f32 * 0.5, ((1u32 << bits) - 1) as f32);
+            let place = u.multiply(num(1.0 / step.unwrap_or(1.0)))?.add(num(half))?;
+            Ok(ops::minimum(ops::maximum(place, num(0.0))?, num(top))?.as_dtype(MlxDtype::Uint32)?)
+        }
+    }
+}
+
 /// Packed words with the scales and biases that `quantized_matmul` wants.
 struct Native {
     words: Array,
@@ -404,7 +424,7 @@ impl Graph {
     /// A uniform band in MLX's own layout, if it is one.
     fn native(&self, codes: &Codes<Array>, tables: &Tables, i: usize, band: &Band) -> Result<Option<Native>> {
         let Some((step, group)) =
-            band.grid.as_ref().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
+            band.grid.scalar().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
         else {
             return Ok(None);
         };
