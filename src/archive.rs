@@ -41,6 +41,7 @@ pub struct Archive {
 
 /// One layer of an archive.
 #[derive(Debug)]
+#[allow(clippy::large_enum_variant, reason = "tens of layers, each in front of megabytes")]
 pub enum Entry {
     /// Attention keys and values, packed.
     Packed {

@@ -3,6 +3,7 @@
 //! Two engines exist: [`crate::cpu::Cpu`] on host arrays and, with the feature `mlx`, `Graph` on lazy MLX arrays. Both follow
 //! the row form of [`crate::codec`], and one conformance suite holds them to it.
 
+use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
 use crate::error::{Error, Result};
@@ -71,6 +72,43 @@ pub trait Engine {
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if the weights do not fit the codes.
     fn weighted_sum(&self, codes: &Codes<Self::Tensor>, weights: &Self::Tensor) -> Result<Self::Tensor>;
+
+    /// Attention of queries [B, Hq, L, D] over parts of a cache: [B, Hq, L, Dv] in the dtype of the queries. A query that sees no
+    /// token gives zeros.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit.
+    fn attend(
+        &self,
+        segments: &[Segment<Self::Tensor>],
+        queries: &Self::Tensor,
+        rules: &Rules<Self::Tensor>,
+    ) -> Result<Self::Tensor>;
+
+    /// The float dtype of an array.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] if the elements are not floats.
+    fn dtype(&self, tensor: &Self::Tensor) -> Result<Dtype>;
+
+    /// An array of zeros.
+    ///
+    /// # Errors
+    /// The engine's own.
+    fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Self::Tensor>;
+
+    /// Writes rows [B, H, n, D] into a buffer [B, H, capacity, D] from row `start` on, in the buffer's dtype; in place where no one
+    /// else holds the buffer.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the rows do not fit.
+    fn write(&self, buffer: &mut Self::Tensor, start: usize, rows: &Self::Tensor) -> Result<()>;
+
+    /// The same elements in a buffer of their own, so that a view does not keep a larger buffer alive.
+    ///
+    /// # Errors
+    /// The engine's own.
+    fn compact(&self, tensor: &Self::Tensor) -> Result<Self::Tensor>;
 }
 
 /// Checks vectors [B, H, T, D] against a codec.

@@ -1,8 +1,16 @@
 //! One band of a vector on its grid: unit-variance coordinates to packed codes, and codes back to levels.
+//!
+//! A code is the number of borders at or below the coordinate: found by halves up to 16 levels; for more levels a table of
+//! narrow cells leaves at most one border to compare with.
 
+use crate::bits::{self, BLOCK};
 use crate::codebook::{self, Law};
+use crate::lanes::{self, Tree};
 use crate::spec::Grid;
 use std::sync::Arc;
+
+/// Cells of the search table.
+const CELLS: usize = 4096;
 
 /// A scalar grid with the tables that its two directions need.
 #[derive(Clone, Debug)]
@@ -10,10 +18,25 @@ pub struct ScalarGrid {
     bits: u8,
     /// Levels by code, padded so that any byte is a valid index.
     levels: Box<[f32; 256]>,
-    /// Upper border of each code but the last; a coordinate on a border takes the upper code.
-    borders: Vec<f32>,
-    /// 1 / step of a uniform grid, whose codes are computed instead of searched.
-    inverse_step: Option<f32>,
+    /// Levels of two neighbours by both codes, up to four bits.
+    pairs: Box<[[f32; 2]; 256]>,
+    /// Upper border of each code but the last; a coordinate on a border takes the upper code. Padded with infinity.
+    borders: Box<[f32; 256]>,
+    search: Search,
+}
+
+/// How a code is found.
+#[derive(Clone, Debug)]
+enum Search {
+    /// 1 / step of a uniform grid, whose codes are computed.
+    Step(f32),
+    /// Few borders are searched by halves.
+    Tree(Tree),
+    /// The code of each cell's lower end. A cell is computed by a function that does not fall, so borders of lower cells are
+    /// at or below the coordinate and those of higher cells above it; at most one border is in a cell.
+    Cells { first: Box<[u8; CELLS]>, scale: f32, offset: f32 },
+    /// Many borders, too close for cells.
+    Halves,
 }
 
 impl ScalarGrid {
@@ -26,13 +49,20 @@ impl ScalarGrid {
         };
         let mut levels = Box::new([0f32; 256]);
         levels[..table.len()].copy_from_slice(&table);
-        let inverse_step = matches!(grid, Grid::Uniform).then(|| 1.0 / codebook::uniform_step(bits));
-        ScalarGrid {
-            bits,
-            levels,
-            borders: table.windows(2).map(|w| 0.5 * (w[0] + w[1])).collect(),
-            inverse_step,
+        let mut pairs = Box::new([[0f32; 2]; 256]);
+        for (i, pair) in pairs.iter_mut().enumerate() {
+            *pair = [levels[i & (table.len() - 1)], levels[i >> bits & (table.len() - 1)]];
         }
+        let mut borders = Box::new([f32::INFINITY; 256]);
+        for (border, w) in borders.iter_mut().zip(table.windows(2)) {
+            *border = 0.5 * (w[0] + w[1]);
+        }
+        let search = match grid {
+            Grid::Uniform => Search::Step(1.0 / codebook::uniform_step(bits)),
+            _ if bits <= 4 => Search::Tree(lanes::tree(&borders[..table.len() - 1], bits)),
+            _ => Search::cells(&borders[..table.len() - 1]),
+        };
+        ScalarGrid { bits, levels, pairs, borders, search }
     }
 
     /// Ascending levels.
@@ -42,45 +72,40 @@ impl ScalarGrid {
 
     /// Upper border of each code but the last.
     pub fn borders(&self) -> &[f32] {
-        &self.borders
+        &self.borders[..(1 << self.bits) - 1]
     }
 
     /// The step, if the levels are `step * (code - (2^bits - 1) / 2)`.
     pub fn step(&self) -> Option<f32> {
-        self.inverse_step.map(|_| codebook::uniform_step(self.bits))
+        matches!(self.search, Search::Step(_)).then(|| codebook::uniform_step(self.bits))
     }
 
     /// Codes of unit-variance coordinates.
     #[inline(always)]
     pub fn quantize(&self, u: &[f32], codes: &mut [u8]) {
-        if let Some(inverse) = self.inverse_step {
-            let (half, top) = ((1u32 << self.bits) as f32 * 0.5, ((1u32 << self.bits) - 1) as f32);
-            for (code, &u) in codes.iter_mut().zip(u) {
-                // The clamp comes first, so the conversion is exact; truncation is floor on what is not negative.
-                *code = (u * inverse + half).clamp(0.0, top) as i32 as u8;
-            }
-        } else if self.bits <= 4 {
-            const LANES: usize = 16;
-            let chunks = u.chunks_exact(LANES);
-            let rest = chunks.remainder();
-            let (whole, tail) = codes.split_at_mut(u.len() - rest.len());
-            for (u, codes) in chunks.zip(whole.chunks_exact_mut(LANES)) {
-                let mut count = [0i32; LANES];
-                for &border in &self.borders {
-                    for i in 0..LANES {
-                        count[i] += i32::from(u[i] >= border);
-                    }
-                }
-                for i in 0..LANES {
-                    codes[i] = count[i] as u8;
+        match &self.search {
+            Search::Step(inverse) => {
+                let (half, top) = ((1u32 << self.bits) as f32 * 0.5, ((1u32 << self.bits) - 1) as f32);
+                for (code, &u) in codes.iter_mut().zip(u) {
+                    *code = nearest_integer(clamp(u * inverse + half, top).floor()) as u8;
                 }
             }
-            for (code, &u) in tail.iter_mut().zip(rest) {
-                *code = self.borders.iter().map(|&border| u8::from(u >= border)).sum();
+            Search::Tree(tree) => match self.bits {
+                1 => lanes::search::<1>(tree, u, codes),
+                2 => lanes::search::<2>(tree, u, codes),
+                3 => lanes::search::<3>(tree, u, codes),
+                _ => lanes::search::<4>(tree, u, codes),
+            },
+            Search::Cells { first, scale, offset } => {
+                for (code, &u) in codes.iter_mut().zip(u) {
+                    let low = first[cell(u, *scale, *offset) % CELLS];
+                    *code = low + u8::from(u >= self.borders[usize::from(low)]);
+                }
             }
-        } else {
-            for (code, &u) in codes.iter_mut().zip(u) {
-                *code = self.borders.partition_point(|&border| border <= u) as u8;
+            Search::Halves => {
+                for (code, &u) in codes.iter_mut().zip(u) {
+                    *code = self.borders().partition_point(|&border| border <= u) as u8;
+                }
             }
         }
     }
@@ -92,6 +117,81 @@ impl ScalarGrid {
             *o = self.levels[usize::from(code)];
         }
     }
+
+    /// Levels of packed codes; `codes` is overwritten and must be as long as `out`.
+    #[inline(always)]
+    pub fn unpack(&self, words: &[u32], out: &mut [f32], codes: &mut [u8]) {
+        match self.bits {
+            1 => pairs::<1>(&self.pairs, words, out),
+            2 => pairs::<2>(&self.pairs, words, out),
+            3 => pairs::<3>(&self.pairs, words, out),
+            4 => pairs::<4>(&self.pairs, words, out),
+            _ => {
+                bits::unpack(words, self.bits, codes);
+                self.look_up(codes, out);
+            }
+        }
+    }
+}
+
+/// Levels of packed codes, two by one look-up.
+#[inline(always)]
+fn pairs<const B: usize>(table: &[[f32; 2]; 256], words: &[u32], out: &mut [f32]) {
+    let (out, rest) = out.as_chunks_mut::<BLOCK>();
+    let (words, last) = words.split_at(out.len() * B);
+    for (words, out) in words.as_chunks::<B>().0.iter().zip(out) {
+        pairs_block::<B>(table, words, out);
+    }
+    if !rest.is_empty() {
+        let mut block = [0.0; BLOCK];
+        pairs_block::<B>(table, &std::array::from_fn(|i| last.get(i).copied().unwrap_or(0)), &mut block);
+        rest.copy_from_slice(&block[..rest.len()]);
+    }
+}
+
+#[inline(always)]
+fn pairs_block<const B: usize>(table: &[[f32; 2]; 256], words: &[u32; B], out: &mut [f32; BLOCK]) {
+    for (i, out) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
+        let (word, shift) = (2 * B * i / 32, 2 * B * i % 32);
+        let mut both = words[word] >> shift;
+        if shift + 2 * B > 32 {
+            both |= words[word + 1] << (32 - shift);
+        }
+        *out = table[both as usize % (1 << (2 * B))];
+    }
+}
+
+#[inline(always)]
+fn cell(u: f32, scale: f32, offset: f32) -> usize {
+    nearest_integer(clamp(u * scale + offset, (CELLS - 1) as f32).floor()) as usize
+}
+
+/// `x` from zero to `top`; NaN is zero.
+#[inline(always)]
+fn clamp(x: f32, top: f32) -> f32 {
+    let x = if x > 0.0 { x } else { 0.0 };
+    if x < top { x } else { top }
+}
+
+/// The nearest integer of 0 <= x < 2^22, ties to even. At 2^23 the unit of an f32 is one, so the sum rounds and its low bits
+/// are the integer; the conversions of the language also care for NaN and overflow, which costs a loop its vectors.
+#[inline(always)]
+fn nearest_integer(x: f32) -> u32 {
+    (x + 8_388_608.0).to_bits() & 0x3f_ffff
+}
+
+impl Search {
+    fn cells(borders: &[f32]) -> Search {
+        let (low, high) = (borders[0], borders[borders.len() - 1]);
+        let scale = (CELLS - 2) as f32 / (high - low);
+        let offset = 1.0 - low * scale;
+        let cells: Vec<usize> = borders.iter().map(|&b| cell(b, scale, offset)).collect();
+        if !scale.is_finite() || cells.windows(2).any(|w| w[0] == w[1]) {
+            return Search::Halves;
+        }
+        let first = std::array::from_fn(|c| cells.partition_point(|&border| border < c) as u8);
+        Search::Cells { first: Box::new(first), scale, offset }
+    }
 }
 
 /// Scale and bias of one affine group, by MLX's rule: the end of larger magnitude is hit exactly, and so is zero.
@@ -99,12 +199,16 @@ impl ScalarGrid {
 /// Returned as they are stored, rounded to half precision.
 #[inline(always)]
 pub fn affine_range(x: &[f32], bits: u8) -> (f32, f32) {
+    const LANES: usize = 16;
     let top = ((1u32 << bits) - 1) as f32;
-    let (mut low, mut high) = (f32::INFINITY, f32::NEG_INFINITY);
-    for &x in x {
-        low = low.min(x);
-        high = high.max(x);
+    let (mut lows, mut highs) = ([f32::INFINITY; LANES], [f32::NEG_INFINITY; LANES]);
+    for x in x.chunks(LANES) {
+        for (i, &x) in x.iter().enumerate() {
+            lows[i] = if x < lows[i] { x } else { lows[i] };
+            highs[i] = if x > highs[i] { x } else { highs[i] };
+        }
     }
+    let (low, high) = (lows.into_iter().fold(lows[0], f32::min), highs.into_iter().fold(highs[0], f32::max));
     let step = ((high - low) / top).max(1e-7);
     let (edge, step) = if low.abs() > high.abs() { (low, step) } else { (high, -step) };
     let steps = (edge / step).round_ties_even();
@@ -120,7 +224,7 @@ pub fn affine_quantize(x: &[f32], scale: f32, bias: f32, bits: u8, codes: &mut [
     for (code, &x) in codes.iter_mut().zip(x) {
         // A scale that rounded to zero stands for a constant group: every code is zero.
         let position = if scale == 0.0 { 0.0 } else { (x - bias) / scale };
-        *code = position.round_ties_even().clamp(0.0, top) as i32 as u8;
+        *code = nearest_integer(clamp(position, top)) as u8;
     }
 }
 

@@ -1,7 +1,9 @@
 //! KV-cache compression for large language models on MLX: pack keys and values, attend on the packed form.
 
 pub mod archive;
+pub mod attention;
 pub mod bits;
+pub mod cache;
 pub mod codebook;
 pub mod codec;
 pub mod codes;
@@ -14,6 +16,7 @@ pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
 pub mod grid;
+pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
 pub mod prompt_cache;
@@ -25,6 +28,9 @@ pub mod rotation;
 pub mod scale;
 pub mod spec;
 pub mod tensor;
+pub mod transform;
+pub mod trellis;
+pub mod trellis_search;
 
 pub use compressor::Compressor;
 pub use error::{Error, Result};

@@ -58,6 +58,25 @@ pub fn slice(a: &Array, axis: usize, start: usize, end: usize) -> Result<Array> 
     })
 }
 
+/// A buffer [B, H, capacity, D] with rows [B, H, n, D] from row `start` on.
+///
+/// # Errors
+/// [`Error::Shape`] if the rows do not fit.
+pub fn write_rows(buffer: &Array, start: usize, rows: &Array) -> Result<Array> {
+    let (to, from) = (buffer.shape(), rows.shape());
+    let fits = to.len() == 4 && from.len() == 4 && to[..2] == from[..2] && to[3] == from[3];
+    if !fits || start + from[2] as usize > to[2] as usize {
+        return Err(wrong_shape(rows, "rows", format!("rows that fit {to:?} from row {start} on")));
+    }
+    let (begin, steps) = ([0, 0, start as c_int, 0], [1; 4]);
+    let end = [to[0], to[1], start as c_int + from[2], to[3]];
+    // SAFETY: the three arrays hold four entries each and outlive the call, as do the handles of the borrowed arrays.
+    call("slice_update", |result, s| unsafe {
+        let (a, b) = (buffer.as_ptr(), rows.as_ptr());
+        mlx_sys::mlx_slice_update(result, a, b, begin.as_ptr(), 4, end.as_ptr(), 4, steps.as_ptr(), 4, s)
+    })
+}
+
 /// Sizes of the axes.
 pub fn shape(a: &Array) -> Vec<usize> {
     a.shape().iter().map(|&n| n as usize).collect()

@@ -6,6 +6,8 @@
 //! Every step is plain f32 add and multiply in a fixed order: the same bits on every machine and thread count.
 
 use crate::rng::Rng;
+use crate::transform::{entries, mix, walsh};
+use std::sync::LazyLock;
 
 /// Streams of the generator, so that tables of one seed are independent.
 const SIGNS: u64 = 1;
@@ -38,7 +40,7 @@ pub enum Rotation {
 pub fn hadamard_order(dim: usize) -> Option<usize> {
     [1, 12, 20, 28]
         .into_iter()
-        .find(|m| dim % m == 0 && (dim / m).is_power_of_two() && (*m == 1 || dim / m >= 4))
+        .find(|m| dim.is_multiple_of(*m) && (dim / m).is_power_of_two() && (*m == 1 || dim / m >= 4))
 }
 
 impl Rotation {
@@ -65,14 +67,13 @@ impl Rotation {
                     *y = dot(row, scratch);
                 }
             }
-            Rotation::Hadamard { signs, factor, order } => {
+            Rotation::Hadamard { signs, order, .. } => {
+                let norm = 1.0 / (x.len() as f32).sqrt();
                 for (x, s) in x.iter_mut().zip(signs) {
-                    *x *= s;
+                    *x *= norm * s;
                 }
                 walsh(x, x.len() / order);
-                mix(x, factor, *order, false, scratch);
-                let norm = 1.0 / (x.len() as f32).sqrt();
-                x.iter_mut().for_each(|x| *x *= norm);
+                multiply(x, *order, false, scratch);
             }
         }
     }
@@ -91,8 +92,8 @@ impl Rotation {
                     }
                 }
             }
-            Rotation::Hadamard { signs, factor, order } => {
-                mix(y, factor, *order, true, scratch);
+            Rotation::Hadamard { signs, order, .. } => {
+                multiply(y, *order, true, scratch);
                 walsh(y, y.len() / order);
                 let norm = 1.0 / (y.len() as f32).sqrt();
                 for (y, s) in y.iter_mut().zip(signs) {
@@ -125,59 +126,25 @@ pub fn dot(a: &[f32], b: &[f32]) -> f32 {
     sums[0] + tail
 }
 
-/// Unnormalised Walsh-Hadamard transform of every run of `n` elements, n a power of two.
-#[inline(always)]
-fn walsh(x: &mut [f32], n: usize) {
-    // Steps 1, 2 and 4 inside eight lanes: swap neighbours, then add with the sign that a difference needs.
-    let small = n.min(8);
-    if small == 8 {
-        for block in x.chunks_exact_mut(8) {
-            let b: &mut [f32; 8] = block.try_into().expect("eight elements");
-            let s = [b[1], b[0], b[3], b[2], b[5], b[4], b[7], b[6]];
-            let t: [f32; 8] = std::array::from_fn(|i| if i & 1 == 0 { b[i] + s[i] } else { s[i] - b[i] });
-            let s = [t[2], t[3], t[0], t[1], t[6], t[7], t[4], t[5]];
-            let u: [f32; 8] = std::array::from_fn(|i| if i & 2 == 0 { t[i] + s[i] } else { s[i] - t[i] });
-            let s = [u[4], u[5], u[6], u[7], u[0], u[1], u[2], u[3]];
-            *b = std::array::from_fn(|i| if i & 4 == 0 { u[i] + s[i] } else { s[i] - u[i] });
-        }
-    } else {
-        butterflies(x, n, 1, small);
-    }
-    butterflies(x, n, small, n);
-}
+/// Tables of the factors of order 12, 20 and 28 for rows of 4, 8 and more elements, and of their transposes.
+static FACTORS: LazyLock<[[[Vec<f32>; 2]; 3]; 3]> = LazyLock::new(|| {
+    [12, 20, 28].map(|m| {
+        let h = hadamard_matrix(m);
+        [4, 8, 16].map(|n| [false, true].map(|transpose| entries(&h, m, n, transpose)))
+    })
+});
 
+/// Multiplies by the factor of order m, or its transpose.
 #[inline(always)]
-fn butterflies(x: &mut [f32], n: usize, from: usize, to: usize) {
-    let mut h = from;
-    while h < to {
-        for run in x.chunks_exact_mut(n) {
-            for pair in run.chunks_exact_mut(2 * h) {
-                let (low, high) = pair.split_at_mut(h);
-                for (a, b) in low.iter_mut().zip(high) {
-                    (*a, *b) = (*a + *b, *a - *b);
-                }
-            }
-        }
-        h *= 2;
-    }
-}
-
-/// Multiplies the m rows of `x` (m x n) by the Hadamard factor or its transpose.
-#[inline(always)]
-fn mix(x: &mut [f32], factor: &[f32], order: usize, transpose: bool, scratch: &mut [f32]) {
-    if order == 1 {
-        return;
-    }
-    let n = x.len() / order;
-    scratch.copy_from_slice(x);
-    x.fill(0.0);
-    for i in 0..order {
-        for j in 0..order {
-            let f = if transpose { factor[j * order + i] } else { factor[i * order + j] };
-            for (y, s) in x[i * n..][..n].iter_mut().zip(&scratch[j * n..][..n]) {
-                *y += f * s;
-            }
-        }
+fn multiply(x: &mut [f32], m: usize, transpose: bool, scratch: &mut [f32]) {
+    if m > 1 {
+        let factor = &FACTORS[(m - 12) / 8];
+        let tables = match x.len() / m {
+            4 => &factor[0],
+            8 => &factor[1],
+            _ => &factor[2],
+        };
+        mix(x, &tables[usize::from(transpose)], m, scratch);
     }
 }
 

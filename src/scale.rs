@@ -23,6 +23,18 @@ static LOG_VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| {
 });
 
 impl ScaleRule {
+    /// Whether the rule looks at <c, y>.
+    #[inline(always)]
+    pub fn needs_cy(self) -> bool {
+        matches!(self, ScaleRule::Unbiased | ScaleRule::LeastSquares)
+    }
+
+    /// Whether the rule looks at |c|^2.
+    #[inline(always)]
+    pub fn needs_cc(self) -> bool {
+        matches!(self, ScaleRule::Matched | ScaleRule::LeastSquares)
+    }
+
     /// The scale s for which `s c` stands for the rotated vector y, from |y|^2, <c, y> and |c|^2 over `dim` coordinates.
     ///
     /// A vector of zeros has scale zero; one that the grid cannot see (<c, y> <= 0) falls back to the plain norm.

@@ -49,6 +49,12 @@ pub enum Grid {
     Beta,
     /// k-means levels fitted to calibration samples.
     Fitted,
+    /// Trellis-coded: every value is one of 2^states levels that the bits of its neighbours help to choose (algorithm of
+    /// [`crate::trellis`]); 1 to 4 bits.
+    Trellis {
+        /// log2 of the number of states, 8 or 10.
+        states: u8,
+    },
     /// Least and greatest value of every `group` channels of a token, equal steps between: the layout of mlx-lm.
     Affine {
         /// Channels that share a scale and a bias.
@@ -201,6 +207,16 @@ impl CodecSpec {
                     );
                 }
             }
+            Grid::Trellis { states } => {
+                let most = self.bits + u8::from(outliers > 0);
+                if !matches!(states, 8 | 10) || most > 4 || d < 32 {
+                    return no(
+                        "grid",
+                        self.grid.to_string(),
+                        "8 or 10 states, at most 4 bits, 32 channels or more".into(),
+                    );
+                }
+            }
             _ => {}
         }
         Ok(())
@@ -224,6 +240,7 @@ impl fmt::Display for Grid {
             Grid::Lloyd => f.write_str("lloyd"),
             Grid::Beta => f.write_str("beta"),
             Grid::Fitted => f.write_str("fitted"),
+            Grid::Trellis { states } => write!(f, "trellis{states}"),
             Grid::Affine { group } => write!(f, "affine{group}"),
             Grid::ChannelAffine { group } => write!(f, "channel-affine{group}"),
         }
@@ -313,6 +330,8 @@ impl CodecSpec {
                 let number = |prefix: &str| term.strip_prefix(prefix);
                 if let Some(n) = number("channel-affine") {
                     self.grid = Grid::ChannelAffine { group: n.parse().ok()? };
+                } else if let Some(n) = number("trellis") {
+                    self.grid = Grid::Trellis { states: n.parse().ok()? };
                 } else if let Some(n) = number("affine") {
                     self.grid = Grid::Affine { group: n.parse().ok()? };
                 } else if let Some(n) = number("seed") {
@@ -358,6 +377,7 @@ mod tests {
                 Grid::Lloyd,
                 Grid::Beta,
                 Grid::Fitted,
+                Grid::Trellis { states: 8 },
                 Grid::Affine { group: 64 },
                 Grid::ChannelAffine { group: 32 },
             ] {

@@ -291,6 +291,36 @@ impl Tensor {
         each!(self, a => own(a))
     }
 
+    /// Writes rows [B, H, n, D] into this float tensor [B, H, capacity, D] from row `start` on, in its own dtype; in place if no
+    /// clone shares the buffer.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the rows do not fit, [`Error::Dtype`] if one of the two is not a float tensor.
+    pub fn write_rows(&mut self, start: usize, rows: &Tensor) -> Result<()> {
+        fn copy<T: Element>(to: &mut ArcArray<T, IxDyn>, start: usize, rows: &ArcArray<T, IxDyn>) {
+            let end = start + rows.shape()[2];
+            to.slice_axis_mut(Axis(2), Slice::from(start..end)).assign(rows);
+        }
+        let (to, from) = (self.shape(), rows.shape());
+        let fits = to.len() == 4 && from.len() == 4 && to[..2] == from[..2] && to[3] == from[3];
+        if !fits || start + from[2] > to[2] {
+            return Err(rows.wrong_shape("rows", format!("rows that fit {to:?} from row {start} on")));
+        }
+        let dtype = self.float().ok_or_else(|| self.wrong_dtype("buffer", "F32, F16 or BF16"))?;
+        let rows = if rows.float() == Some(dtype) {
+            rows.clone()
+        } else {
+            Tensor::from_f32(dtype, rows.shape(), rows.to_f32()?)?
+        };
+        match (self, &rows) {
+            (Tensor::F32(to), Tensor::F32(rows)) => copy(to, start, rows),
+            (Tensor::F16(to), Tensor::F16(rows)) => copy(to, start, rows),
+            (Tensor::BF16(to), Tensor::BF16(rows)) => copy(to, start, rows),
+            (to, _) => return Err(to.wrong_dtype("buffer", "F32, F16 or BF16")),
+        }
+        Ok(())
+    }
+
     /// Row-major index and value of the first NaN or infinity, if the tensor is a float one and has any.
     pub fn first_non_finite(&self) -> Option<(usize, f32)> {
         let find = |it: &mut dyn Iterator<Item = f32>| it.enumerate().find(|(_, x)| !x.is_finite());

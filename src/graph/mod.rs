@@ -4,10 +4,13 @@
 //! made once for each codec. Uniform grids whose width MLX's quantized kernels know are scored and summed by
 //! `quantized_matmul` on the packed words as they are.
 
+mod attend;
 mod stages;
 mod tables;
+mod trellis;
 
-use crate::codec::{Band, Codec};
+use crate::attention::{Rules, Segment};
+use crate::codec::{Band, BandGrid, Codec};
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_queries, check_vectors};
 use crate::error::{Error, Result};
@@ -21,17 +24,24 @@ use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use tables::{Tables, native_group};
+use tables::{BandTables, Tables, native_group};
 
 /// The MLX engine.
-#[derive(Default)]
+#[derive(Clone, Default)]
 pub struct Graph {
-    tables: RefCell<HashMap<TableKey, Rc<Tables>>>,
+    tables: Rc<RefCell<HashMap<TableKey, Rc<Tables>>>>,
+}
+
+impl std::fmt::Debug for Graph {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Graph({} codecs)", self.tables.borrow().len())
+    }
 }
 
 /// Whether MLX's default device is a GPU.
 pub fn on_gpu() -> bool {
-    mlx_rs::Device::try_default().is_ok_and(|d| d.get_type().is_ok_and(|t| t == mlx_rs::DeviceType::Gpu))
+    mlx_rs::Device::try_default()
+        .is_ok_and(|d| d.get_type().is_ok_and(|t| matches!(t, mlx_rs::DeviceType::Gpu)))
 }
 
 /// What makes two codecs the same: the spec and the bits of calibrated levels.
@@ -57,14 +67,22 @@ impl Graph {
     /// Levels [B, H, T, n] of one band, before the scale.
     fn levels(&self, tables: &Tables, i: usize, band: &Band, words: &Array) -> Result<Array> {
         let words = slice(words, 3, band.word, band.word + band.words)?;
-        let codes = unpack(&words, band.dim, band.bits)?;
-        match (&tables.bands[i].levels, band.grid.as_ref().and_then(|g| g.step())) {
-            (Some(_), Some(step)) => {
-                let middle = 0.5 * ((1u32 << band.bits) - 1) as f32;
-                Ok(codes.subtract(num(middle))?.multiply(num(step))?)
+        let table = tables.bands[i].levels.as_ref();
+        match (&band.grid, table) {
+            (BandGrid::Trellis(trellis), Some(levels)) => {
+                Ok(levels.take(trellis::windows(&words, trellis, band.dim)?)?)
             }
-            (Some(levels), None) => Ok(levels.take(codes.as_dtype(MlxDtype::Uint32)?)?),
-            (None, _) => Ok(codes),
+            (BandGrid::Scalar(grid), Some(levels)) => {
+                let codes = unpack(&words, band.dim, band.bits)?;
+                match grid.step() {
+                    Some(step) => {
+                        let middle = 0.5 * ((1u32 << band.bits) - 1) as f32;
+                        Ok(codes.subtract(num(middle))?.multiply(num(step))?)
+                    }
+                    None => Ok(levels.take(codes.as_dtype(MlxDtype::Uint32)?)?),
+                }
+            }
+            _ => unpack(&words, band.dim, band.bits),
         }
     }
 
@@ -107,25 +125,24 @@ impl Graph {
         let (mut words, mut scales, mut left) = (vec![], vec![], vec![]);
         for (i, band) in codec.bands().iter().enumerate() {
             let y = tables.bands[i].rotation.forward(&slice(t, 3, band.start, band.start + band.dim)?)?;
-            let (Some(grid), Some(levels), Some(borders)) =
-                (&band.grid, &tables.bands[i].levels, &tables.bands[i].borders)
-            else {
-                return encode_groups(codec, &y);
-            };
+            let Some(levels) = &tables.bands[i].levels else { return encode_groups(codec, &y) };
             let yy = dot(&y, &y)?;
             let good = yy.gt(num(0.0))?.logical_and(finite(&yy)?)?;
             let u = y.multiply(num(band.dim as f32).divide(&yy)?.sqrt()?)?;
-            let codes = match grid.step() {
-                Some(step) => {
-                    let (half, top) = ((1u32 << band.bits) as f32 * 0.5, ((1u32 << band.bits) - 1) as f32);
-                    let place = u.multiply(num(1.0 / step))?.add(num(half))?;
-                    ops::minimum(ops::maximum(place, num(0.0))?, num(top))?.as_dtype(MlxDtype::Uint32)?
+            // What a bad row gives is undefined up to the mask; its codes are zeros.
+            let zero = Array::from_slice(&[0u32], &[1]);
+            let (codes, c) = match &band.grid {
+                BandGrid::Trellis(trellis) => {
+                    let codes = select(&good, trellis::search(&u, trellis)?, zero)?;
+                    let windows = trellis::windows(&pack(&codes, band.bits)?, trellis, band.dim)?;
+                    (codes, levels.take(windows)?)
                 }
-                None => borders.search_sorted(&u, ops::SearchSide::Right)?,
+                grid => {
+                    let codes = select(&good, scalar_codes(&u, grid, &tables.bands[i], band.bits)?, zero)?;
+                    let c = levels.take(&codes)?;
+                    (codes, c)
+                }
             };
-            // What a bad row gives is undefined up to here; its codes are zeros.
-            let codes = select(&good, codes, Array::from_slice(&[0u32], &[1]))?;
-            let c = levels.take(&codes)?;
             let scale = scale_of(codec.spec().scale, &yy, &dot(&c, &y)?, &dot(&c, &c)?, band.dim)?;
             let stored = store_scale(&scale, codec.format())?;
             if codec.qjl().is_some() {
@@ -246,12 +263,12 @@ impl Engine for Graph {
             rows
         };
         let x = leave(codec, codes.frame(), &tables, &rows, None)?;
-        let (top, to) = match dtype {
+        let top = match dtype {
             Dtype::F32 => return Ok(x),
-            Dtype::F16 => (65504.0, MlxDtype::Float16),
-            Dtype::BF16 => (half::bf16::MAX.to_f32(), MlxDtype::Bfloat16),
+            Dtype::F16 => 65504.0,
+            Dtype::BF16 => half::bf16::MAX.to_f32(),
         };
-        Ok(ops::minimum(ops::maximum(x, num(-top))?, num(top))?.as_dtype(to)?)
+        Ok(ops::minimum(ops::maximum(x, num(-top))?, num(top))?.as_dtype(mlx_dtype(dtype))?)
     }
 
     fn scores(&self, codes: &Codes<Array>, queries: &Array) -> Result<Array> {
@@ -341,9 +358,49 @@ impl Engine for Graph {
                 sum = sum.add(matmul(matmul(weights, signs)?, &tables.projections[round])?)?;
             }
         }
-        leave(codec, codes.frame(), &tables, &sum, Some(&w.sum_axis(-1, true)?))?
-            .reshape(&out)
-            .map_err(Error::from)
+        let out_of_it = leave(codec, codes.frame(), &tables, &sum, Some(&w.sum_axis(-1, true)?))?;
+        Ok(out_of_it.reshape(&out)?)
+    }
+
+    fn attend(&self, segments: &[Segment<Array>], queries: &Array, rules: &Rules<Array>) -> Result<Array> {
+        attend::attend(self, segments, queries, rules)
+    }
+
+    fn dtype(&self, tensor: &Array) -> Result<Dtype> {
+        match tensor.dtype() {
+            MlxDtype::Float32 => Ok(Dtype::F32),
+            MlxDtype::Float16 => Ok(Dtype::F16),
+            MlxDtype::Bfloat16 => Ok(Dtype::BF16),
+            other => {
+                Err(Error::Dtype { what: "array", expected: "F32, F16 or BF16", got: format!("{other:?}") })
+            }
+        }
+    }
+
+    fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Array> {
+        let shape: Vec<i32> = shape.iter().map(|&n| n as i32).collect();
+        Ok(ops::zeros_dtype(&shape, mlx_dtype(dtype))?)
+    }
+
+    fn write(&self, buffer: &mut Array, start: usize, rows: &Array) -> Result<()> {
+        *buffer = mlx_ops::write_rows(buffer, start, &rows.as_dtype(buffer.dtype())?)?;
+        Ok(())
+    }
+
+    fn compact(&self, tensor: &Array) -> Result<Array> {
+        Ok(tensor.contiguous()?)
+    }
+}
+
+/// Codes of unit-variance coordinates on a scalar grid.
+fn scalar_codes(u: &Array, grid: &BandGrid, tables: &BandTables, bits: u8) -> Result<Array> {
+    match (grid.scalar().and_then(|g| g.step()), &tables.borders) {
+        (None, Some(borders)) => Ok(borders.search_sorted(u, ops::SearchSide::Right)?),
+        (step, _) => {
+            let (half, top) = ((1u32 << bits) as f32 * 0.5, ((1u32 << bits) - 1) as f32);
+            let place = u.multiply(num(1.0 / step.unwrap_or(1.0)))?.add(num(half))?;
+            Ok(ops::minimum(ops::maximum(place, num(0.0))?, num(top))?.as_dtype(MlxDtype::Uint32)?)
+        }
     }
 }
 
@@ -367,7 +424,7 @@ impl Graph {
     /// A uniform band in MLX's own layout, if it is one.
     fn native(&self, codes: &Codes<Array>, tables: &Tables, i: usize, band: &Band) -> Result<Option<Native>> {
         let Some((step, group)) =
-            band.grid.as_ref().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
+            band.grid.scalar().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
         else {
             return Ok(None);
         };
@@ -376,6 +433,14 @@ impl Graph {
         let biases = scales.multiply(num(-0.5 * ((1u32 << band.bits) - 1) as f32))?;
         let words = slice(codes.words(), 3, band.word, band.word + band.words)?;
         Ok(Some(Native { words, scales, biases, group, bits: band.bits.into() }))
+    }
+}
+
+fn mlx_dtype(dtype: Dtype) -> MlxDtype {
+    match dtype {
+        Dtype::F32 => MlxDtype::Float32,
+        Dtype::F16 => MlxDtype::Float16,
+        Dtype::BF16 => MlxDtype::Bfloat16,
     }
 }
 

@@ -77,7 +77,7 @@ fn with_last_two(a: &Array, last: i32) -> Vec<i32> {
 }
 
 /// Adds zeros at the end of the last axis up to a length.
-fn pad_last(a: &Array, len: i32) -> Result<Array> {
+pub fn pad_last(a: &Array, len: i32) -> Result<Array> {
     let missing = len - a.shape()[a.ndim() - 1];
     if missing == 0 {
         return Ok(a.clone());

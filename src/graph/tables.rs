@@ -1,7 +1,7 @@
 //! The tables of a codec as MLX arrays, made once.
 
 use crate::bits;
-use crate::codec::{Band, Codec};
+use crate::codec::{Band, BandGrid, Codec};
 use crate::error::Result;
 use crate::rotation::Rotation;
 use crate::scale;
@@ -54,8 +54,12 @@ impl BandTables {
                 RotationTables::Hadamard(line(signs), (*order > 1).then(|| square(factor, *order)))
             }
         };
-        let levels = band.grid.as_ref().map(|g| line(g.levels()));
-        BandTables { rotation, levels, borders: band.grid.as_ref().map(|g| line(g.borders())) }
+        let levels = match &band.grid {
+            BandGrid::Scalar(grid) => Some(line(grid.levels())),
+            BandGrid::Trellis(trellis) => Some(line(trellis.levels())),
+            BandGrid::Affine => None,
+        };
+        BandTables { rotation, levels, borders: band.grid.scalar().map(|g| line(g.borders())) }
     }
 }
 

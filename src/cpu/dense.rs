@@ -1,0 +1,78 @@
+//! Rows that are not packed one by one: tiles of channels, and matrix products with dense keys and values.
+
+use super::rows::Tables;
+use crate::codec::Codec;
+use crate::codes::{Codes, Frame};
+use crate::error::Result;
+use crate::tensor::Tensor;
+use std::sync::Arc;
+
+/// [B, H, T, D] to [B, H, T/g * D, g]: the channels of every tile of g tokens.
+pub(super) fn turn(x: &Tensor, group: usize) -> Result<Tensor> {
+    let [b, h, t, d] = *x.shape() else { return Err(x.wrong_shape("vectors", "four axes")) };
+    x.reshape(&[b, h, t / group, group, d])?.permute(&[0, 1, 2, 4, 3])?.reshape(&[b, h, t / group * d, group])
+}
+
+/// The inverse of [`turn`].
+pub(super) fn turn_back(x: &Tensor, group: usize, d: usize) -> Result<Tensor> {
+    let [b, h, rows, _] = *x.shape() else { return Err(x.wrong_shape("vectors", "four axes")) };
+    let tiles = rows / d;
+    x.reshape(&[b, h, tiles, d, group])?.permute(&[0, 1, 2, 4, 3])?.reshape(&[b, h, tiles * group, d])
+}
+
+/// Vectors [B, H, T, D] without their centres.
+pub(super) fn uncentred(x: &Tensor, tables: &Tables, dim: usize) -> Result<Tensor> {
+    let (shape, mut rows) = (x.shape().to_vec(), x.to_f32()?);
+    if tables.centred() {
+        for (i, row) in rows.chunks_exact_mut(dim).enumerate() {
+            let centre = tables.row(i / shape[2]).centre.unwrap_or_default();
+            row.iter_mut().zip(centre).for_each(|(x, c)| *x -= c);
+        }
+    }
+    Tensor::new(&shape, rows)
+}
+
+/// The codes of a channel-affine codec as codes of its channels.
+pub(super) fn channel_codes(codes: &Codes<Tensor>, channel: &Arc<Codec>) -> Result<Codes<Tensor>> {
+    let ([b, h, t], spec) = (codes.shape(), codes.codec().spec());
+    let rows = t / spec.tile() * spec.head_dim;
+    let words = codes.words().reshape(&[b, h, rows, channel.row_words()])?;
+    let scales = codes.scales().reshape(&[b, h, rows, channel.row_scales()])?;
+    Codes::new(channel.clone(), Frame::default(), words, scales)
+}
+
+/// One matrix product a KV head: [B, Hq, L, n] x ([B, H, n, m] or its transpose) through `product`.
+fn per_head(
+    x: &Tensor,
+    rows: &Tensor,
+    product: impl Fn(ndarray::ArrayView2<f32>, ndarray::ArrayView2<f32>) -> ndarray::Array2<f32>,
+) -> Result<Vec<f32>> {
+    let ([b, h, t, d], [_, hq, l, n]) = (shape4(x)?, shape4(rows)?);
+    let (x, rows) = (x.to_f32()?, rows.to_f32()?);
+    let q = hq / h * l;
+    let mut out = Vec::new();
+    for head in 0..b * h {
+        let x = ndarray::ArrayView2::from_shape((t, d), &x[head * t * d..][..t * d]);
+        let r = ndarray::ArrayView2::from_shape((q, n), &rows[head * q * n..][..q * n]);
+        if let (Ok(x), Ok(r)) = (x, r) {
+            out.extend(product(r, x).iter());
+        }
+    }
+    Ok(out)
+}
+
+fn shape4(x: &Tensor) -> Result<[usize; 4]> {
+    x.shape().try_into().map_err(|_| x.wrong_shape("tensor", "four axes"))
+}
+
+/// Inner products of queries [B, Hq, L, D] with dense keys [B, H, T, D].
+pub fn dense_scores(keys: &Tensor, queries: &Tensor) -> Result<Tensor> {
+    let shape = [queries.shape()[0], queries.shape()[1], queries.shape()[2], keys.shape()[2]];
+    Tensor::new(&shape, per_head(keys, queries, |q, k| q.dot(&k.t()))?)
+}
+
+/// Sums of dense values [B, H, T, D] with weights [B, Hq, L, T].
+pub fn dense_sum(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    let shape = [weights.shape()[0], weights.shape()[1], weights.shape()[2], values.shape()[3]];
+    Tensor::new(&shape, per_head(values, weights, |w, v| w.dot(&v))?)
+}

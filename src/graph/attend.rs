@@ -1,0 +1,124 @@
+//! Attention as one MLX graph: scores of every part, one f32 softmax over all, weighted sums of every part.
+
+use super::Graph;
+use super::stages::num;
+use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, sees};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::mlx_ops::{self, slice};
+use mlx_rs::ops::{self, matmul, select};
+use mlx_rs::{Array, Dtype};
+
+/// Attention of queries [B, Hq, L, D] over all segments: [B, Hq, L, Dv] in the dtype of the queries.
+pub(super) fn attend(
+    graph: &Graph,
+    segments: &[Segment<Array>],
+    queries: &Array,
+    rules: &Rules<Array>,
+) -> Result<Array> {
+    let sizes = check(segments, &mlx_ops::shape(queries), rules)?;
+    let dtype = queries.dtype();
+    let q = super::float(queries, "queries")?;
+    let [b, h, g, l] = [sizes.batch, sizes.heads, sizes.group, sizes.queries].map(|n| n as i32);
+    let folded = q.reshape(&[b, h, g * l, sizes.key_dim as i32])?;
+    let mut parts = vec![];
+    for s in segments {
+        parts.push(match &s.keys {
+            Stored::Packed(codes) => graph.scores(codes, &q)?,
+            Stored::Exact { rows, len } => {
+                let keys = super::float(&slice(rows, 2, 0, *len)?, "keys")?;
+                matmul(&folded, keys.transpose_axes(&[0, 1, 3, 2])?)?.reshape(&[b, h * g, l, *len as i32])?
+            }
+        });
+    }
+    let mut scores = super::join(parts)?.multiply(num(rules.scale))?;
+    if let Some(cap) = rules.soft_cap {
+        scores = ops::tanh(scores.divide(num(cap))?)?.multiply(num(cap))?;
+    }
+    let hidden = num(f32::NEG_INFINITY);
+    if let Some(seen) = seen(segments, rules, sizes) {
+        scores = select(seen, scores, &hidden)?;
+    }
+    if let Some(mask) = &rules.mask {
+        scores = masked(scores, mask)?;
+    }
+    let weights = softmax(&scores, rules.sink_logits.as_ref())?;
+    let mut out: Option<Array> = None;
+    let mut start = 0;
+    for s in segments {
+        let end = start + s.values.len();
+        let part = slice(&weights, 3, start, end)?;
+        start = end;
+        let sum = match &s.values {
+            Stored::Packed(codes) => graph.weighted_sum(codes, &part)?,
+            Stored::Exact { rows, len } => {
+                let values = super::float(&slice(rows, 2, 0, *len)?, "values")?;
+                let part = part.reshape(&[b, h, g * l, *len as i32])?;
+                matmul(part, values)?.reshape(&[b, h * g, l, sizes.value_dim as i32])?
+            }
+        };
+        out = Some(match out {
+            Some(out) => out.add(sum)?,
+            None => sum,
+        });
+    }
+    let out = out.ok_or(Error::Shape { what: "segments", expected: "at least one".into(), got: vec![] })?;
+    Ok(out.as_dtype(dtype)?)
+}
+
+/// f32 softmax over the last axis with an extra logit a head; a row that sees nothing gets weights of zero.
+fn softmax(scores: &Array, sink_logits: Option<&Array>) -> Result<Array> {
+    let mut top = scores.max_axis(-1, true)?;
+    if let Some(logits) = sink_logits {
+        let logits = logits.reshape(&[1, logits.shape()[0], 1, 1])?;
+        top = ops::maximum(top, &logits)?;
+    }
+    let blind = top.eq(num(f32::NEG_INFINITY))?;
+    let safe = select(&blind, num(0.0), &top)?;
+    let weights = scores.subtract(&safe)?.exp()?;
+    let mut sum = weights.sum_axis(-1, true)?;
+    if let Some(logits) = sink_logits {
+        let logits = logits.reshape(&[1, logits.shape()[0], 1, 1])?;
+        sum = sum.add(logits.subtract(&safe)?.exp()?)?;
+    }
+    Ok(weights.divide(select(blind, num(1.0), sum)?)?)
+}
+
+/// Scores behind a boolean or additive mask; what is hidden stays hidden even where the score is NaN.
+fn masked(scores: Array, mask: &Array) -> Result<Array> {
+    let hidden = num(f32::NEG_INFINITY);
+    let lowest = match mask.dtype() {
+        Dtype::Bool => return Ok(select(mask, scores, hidden)?),
+        Dtype::Uint8 => return Ok(select(mask.as_dtype(Dtype::Bool)?, scores, hidden)?),
+        Dtype::Float32 => f32::MIN,
+        Dtype::Float16 => half::f16::MIN.to_f32(),
+        Dtype::Bfloat16 => half::bf16::MIN.to_f32(),
+        other => {
+            let got = format!("{other:?}");
+            return Err(Error::Dtype { what: "mask", expected: "bool, u8 or float", got });
+        }
+    };
+    let mask = mask.as_dtype(Dtype::Float32)?;
+    Ok(select(mask.le(num(lowest))?, hidden, scores.add(&mask)?)?)
+}
+
+/// Tokens that the rules let each query see, [B or 1, 1, L, T]; `None` if they hide nothing.
+fn seen(segments: &[Segment<Array>], rules: &Rules<Array>, sizes: Sizes) -> Option<Array> {
+    let tokens = positions(segments);
+    let last = *tokens.last()?;
+    let rows = if rules.left_padding.is_empty() { 1 } else { sizes.batch };
+    let mut all = true;
+    let mut bits = Vec::with_capacity(rows * sizes.queries * sizes.tokens);
+    for b in 0..rows {
+        for i in 0..sizes.queries {
+            let query = (last + i + 1).checked_sub(sizes.queries);
+            for &token in &tokens {
+                let bit = query.is_some_and(|q| sees(rules, b, q, token));
+                all &= bit;
+                bits.push(bit);
+            }
+        }
+    }
+    let shape = [rows, 1, sizes.queries, sizes.tokens].map(|n| n as i32);
+    (!all).then(|| Array::from_slice(&bits, &shape))
+}

@@ -1,0 +1,403 @@
+//! The streaming cache on both engines: the same bytes however tokens arrive, attention equal to attention on what it fetches,
+//! trim across every border, masks, padding, sinks and windows.
+
+mod common;
+
+use common::*;
+use turbomoq::attention::Rules;
+use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
+use turbomoq::engine::Engine;
+use turbomoq::{Dtype, Error, Recipe, Tensor};
+
+const RECIPES: [&str; 8] = [
+    "best@4/4",
+    "best@3/2,sinks=0,window=0",
+    "best@2.5/16,window=32",
+    "turbomoq@4/4,sinks=4,window=128",
+    "turboquant-mse@8/2,sinks=2,window=64",
+    "turboquant-prod@4/4,window=16",
+    "kivi@2/2",
+    "mlx-affine@4/3,sinks=4,window=32",
+];
+
+fn cache<E: Engine + Clone>(engine: &E, recipe: &str, d: usize) -> LayerCache<E> {
+    let recipe: Recipe = recipe.parse().unwrap();
+    LayerCache::new(engine.clone(), &recipe, 1, LayerShape { key_dim: d, value_dim: d }).unwrap()
+}
+
+/// Keys, values and queries of one sequence.
+struct Sequence {
+    k: Tensor,
+    v: Tensor,
+    q: Tensor,
+}
+
+fn sequence(b: usize, h: usize, rep: usize, t: usize, d: usize) -> Sequence {
+    Sequence { k: keys(&[b, h, t, d], 1), v: gauss(&[b, h, t, d], 2), q: gauss(&[b, h * rep, t, d], 3) }
+}
+
+/// Exact attention in the plainest form, f64 softmax, causal, over dense keys and values.
+fn exact(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f32,
+    hide: impl Fn(usize, usize, usize, usize) -> bool,
+) -> Vec<f32> {
+    let ([b, hq, l, _], t) = (q.shape().try_into().unwrap(), k.shape()[2]);
+    let mut w = dense_scores(k, q).unwrap().to_f32().unwrap();
+    for (row, w) in w.chunks_exact_mut(t).enumerate() {
+        let (bi, hi, i) = (row / (hq * l), row / l % hq, row % l);
+        let shown = |j: usize| j + l <= t + i && !hide(bi, hi, i, j);
+        let top =
+            (0..t).filter(|&j| shown(j)).map(|j| f64::from(w[j] * scale)).fold(f64::NEG_INFINITY, f64::max);
+        let e: Vec<f64> =
+            (0..t).map(|j| if shown(j) { (f64::from(w[j] * scale) - top).exp() } else { 0.0 }).collect();
+        let sum: f64 = e.iter().sum();
+        w.iter_mut().zip(e).for_each(|(w, e)| *w = if sum == 0.0 { 0.0 } else { (e / sum) as f32 });
+    }
+    dense_sum(v, &Tensor::new(&[b, hq, l, t], w).unwrap()).unwrap().to_f32().unwrap()
+}
+
+fn any_chunking_gives_the_same<E: Engine + Clone>(
+    engine: &E,
+    recipes: &[&str],
+    chunks: &[&[usize]],
+    t: usize,
+) {
+    let (h, rep, d) = (2, 2, 64);
+    let s = sequence(1, h, rep, t, d);
+    for recipe in recipes {
+        let mut first: Option<(Vec<f32>, Vec<f32>, Vec<f32>, usize)> = None;
+        for pattern in chunks {
+            let mut cache = cache(engine, recipe, d);
+            let (mut at, mut i, mut outs) = (0, 0, vec![]);
+            while at < t {
+                let n = pattern[i % pattern.len()].min(t - at);
+                let cut = |x: &Tensor| engine.put(&x.slice(2, at, at + n).unwrap()).unwrap();
+                let out = cache
+                    .update_and_attend(&cut(&s.q), &cut(&s.k), &cut(&s.v), &Rules::causal(0.125))
+                    .unwrap();
+                outs.push(engine.get(&out).unwrap());
+                at += n;
+                i += 1;
+            }
+            assert_eq!((cache.offset(), cache.len()), (t, t), "{recipe}");
+            let (k, v) = cache.fetch().unwrap();
+            let host = |x: &E::Tensor| engine.get(x).unwrap().to_f32().unwrap();
+            let got =
+                (host(&k), host(&v), Tensor::concat(2, &outs).unwrap().to_f32().unwrap(), cache.nbytes());
+            match &first {
+                None => first = Some(got),
+                Some((k, v, out, bytes)) => {
+                    // The CPU engine gives the same bits; a graph may sum in another order, which moves a code on a tie.
+                    let far = relative_mse(k, &got.0) + relative_mse(v, &got.1);
+                    assert!(
+                        far <= if engine.name() == "cpu" { 0.0 } else { 1e-5 },
+                        "{recipe}, {pattern:?}: {far}"
+                    );
+                    let worst = greatest_difference(out, &got.2);
+                    assert!(worst < 2e-3, "{recipe}, {pattern:?}: attention differs by {worst}");
+                    assert_eq!(*bytes, got.3, "{recipe}, {pattern:?}: bytes");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn any_chunking_of_appends_gives_the_same_cache() {
+    any_chunking_gives_the_same(&Cpu, &RECIPES, &[&[1], &[7], &[128], &[1000], &[200, 100, 3]], 533);
+}
+
+fn attention_equals_attention_on_what_is_fetched<E: Engine + Clone>(engine: &E, recipes: &[&str]) {
+    let (b, h, rep, d) = (2, 2, 3, 64);
+    for recipe in recipes {
+        for t in [1, 5, 131, 300, 517] {
+            let s = sequence(b, h, rep, t, d);
+            let mut cache = cache(engine, recipe, d);
+            let put = |x: &Tensor| engine.put(x).unwrap();
+            cache.update_and_fetch(&put(&s.k), &put(&s.v)).unwrap();
+            for l in [1, 4] {
+                let q = gauss(&[b, h * rep, l, d], 9);
+                let out = engine.get(&cache.attend(&put(&q), &Rules::causal(0.125)).unwrap()).unwrap();
+                let (k, v) = cache.fetch().unwrap();
+                let (k, v) = (engine.get(&k).unwrap(), engine.get(&v).unwrap());
+                let want = exact(&q, &k, &v, 0.125, |_, _, _, _| false);
+                let worst = greatest_difference(&out.to_f32().unwrap(), &want);
+                // The residual's scores are unbiased where its reconstruction is shrunk: two estimators of one thing.
+                let bound = if recipe.starts_with("turboquant-prod") { 0.6 } else { 1e-5 * 8.0 };
+                assert!(worst < bound, "{recipe}, {t} tokens, {l} queries: {worst}");
+            }
+        }
+    }
+}
+
+#[test]
+fn cpu_attention_equals_attention_on_what_is_fetched() {
+    attention_equals_attention_on_what_is_fetched(&Cpu, &RECIPES);
+}
+
+#[test]
+fn masks_padding_windows_sinks_and_caps() {
+    let (b, h, rep, t, d) = (2, 2, 2, 300, 64);
+    let s = sequence(b, h, rep, t, d);
+    let mut cache = cache(&Cpu, "best@4/4,not-centred", d);
+    cache.update_and_fetch(&s.k, &s.v).unwrap();
+    let (k, v) = cache.fetch().unwrap();
+    let q = gauss(&[b, h * rep, 4, d], 9);
+    let check = |rules: Rules<Tensor>, hide: &dyn Fn(usize, usize, usize, usize) -> bool| {
+        let out = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
+        let want = exact(&q, &k, &v, rules.scale, hide);
+        assert!(greatest_difference(&out, &want) < 1e-4, "{:?}", greatest_difference(&out, &want));
+    };
+    let rules = Rules::causal(0.125);
+    // T21: left padding hides the first columns of its row.
+    check(Rules { left_padding: vec![3, 0], ..rules.clone() }, &|b, _, _, j| b == 0 && j < 3);
+    check(Rules { sliding_window: Some(50), ..rules.clone() }, &|_, _, i, j| t - 4 + i >= j + 50);
+    // T23: a mask of four axes, per sequence, and one per query head.
+    let bits: Vec<u8> = (0..b * 4 * t).map(|i| u8::from(!(i < 4 * t && i % t < 4))).collect();
+    let mask = Tensor::new(&[b, 1, 4, t], bits).unwrap();
+    check(Rules { mask: Some(mask), ..rules.clone() }, &|b, _, _, j| b == 0 && j < 4);
+    let float: Vec<f32> = (0..h * rep * 4 * t)
+        .map(|i| if i / (4 * t) == 1 && i % 3 == 0 { f32::NEG_INFINITY } else { 0.0 })
+        .collect();
+    let mask = Tensor::new(&[1, h * rep, 4, t], float).unwrap();
+    check(Rules { mask: Some(mask), ..rules.clone() }, &|_, head, i, j| {
+        head == 1 && (4 * t + i * t + j) % 3 == 0
+    });
+
+    // T24: a query that sees nothing gives zeros, the others are untouched.
+    for low in [f32::NEG_INFINITY, f32::MIN] {
+        let blind: Vec<f32> = (0..b * 4 * t).map(|i| if i / t == 1 { low } else { 0.0 }).collect();
+        let mask = Tensor::new(&[b, 1, 4, t], blind).unwrap();
+        let out = cache.attend(&q, &Rules { mask: Some(mask), ..rules.clone() }).unwrap().to_f32().unwrap();
+        let plain = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
+        for (i, (row, want)) in out.chunks_exact(d).zip(plain.chunks_exact(d)).enumerate() {
+            let hidden = i / (h * rep * 4) == 0 && i % 4 == 1;
+            assert_eq!(row, if hidden { vec![0.0; d] } else { want.to_vec() });
+        }
+    }
+
+    // T31: a learned sink takes its share of the softmax and has no value.
+    let logits = Tensor::new(&[4], vec![f32::NEG_INFINITY, 0.0, 3.0, 1e4]).unwrap();
+    let with =
+        cache.attend(&q, &Rules { sink_logits: Some(logits), ..rules.clone() }).unwrap().to_f32().unwrap();
+    let without = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
+    let head = |x: &[f32], h: usize| x[h * 4 * d..][..4 * d].to_vec();
+    assert_eq!(head(&with, 0), head(&without, 0));
+    assert!(dot(&head(&with, 2), &head(&with, 2)) < dot(&head(&without, 2), &head(&without, 2)));
+    assert!(head(&with, 3).iter().all(|x| x.abs() < 1e-6));
+    let capped = cache.attend(&q, &Rules { soft_cap: Some(1e6), ..rules.clone() }).unwrap().to_f32().unwrap();
+    assert!(greatest_difference(&capped, &without) < 1e-4);
+
+    let wrong = Tensor::new(&[b, 1, 4, t - 1], vec![0f32; b * 4 * (t - 1)]).unwrap();
+    assert!(matches!(
+        cache.attend(&q, &Rules { mask: Some(wrong), ..rules }),
+        Err(Error::Shape { what: "mask", .. })
+    ));
+}
+
+#[test]
+fn sinks_are_exact_and_stay_exact() {
+    // T13, and a first key that draws nearly all weight.
+    let (t, d) = (512, 128);
+    let q = gauss(&[1, 1, 1, d], 4);
+    let qv = q.to_f32().unwrap();
+    let norm = dot(&qv, &qv).sqrt() as f32;
+    let mut k = gauss(&[1, 1, t, d], 5).to_f32().unwrap();
+    (0..d).for_each(|i| k[i] = 8.0 * qv[i] / norm * (d as f32).sqrt());
+    let (k, v) = (Tensor::from_f32(Dtype::F16, &[1, 1, t, d], k).unwrap(), gauss(&[1, 1, t, d], 6));
+    let mut cache = cache(&Cpu, "best@3/3", d);
+    cache.update_and_fetch(&k, &v).unwrap();
+    let out = cache.attend(&q, &Rules::causal((d as f32).powf(-0.5))).unwrap().to_f32().unwrap();
+    let v0 = v.to_f32().unwrap()[..d].to_vec();
+    let error: Vec<f32> = out.iter().zip(&v0).map(|(a, b)| a - b).collect();
+    assert!(dot(&error, &error).sqrt() < 0.1 * dot(&v0, &v0).sqrt());
+    let first = |c: &LayerCache<Cpu>, n: usize| c.fetch().unwrap().0.slice(2, 0, n).unwrap().compact();
+    assert_eq!(first(&cache, 4), k.slice(2, 0, 4).unwrap().compact());
+    cache.trim(t - 2).unwrap();
+    assert_eq!(cache.len(), 2);
+    let again = |x: &Tensor| x.slice(2, 2, 300).unwrap();
+    cache.update_and_fetch(&again(&k), &again(&v)).unwrap();
+    assert_eq!(first(&cache, 4), k.slice(2, 0, 4).unwrap().compact());
+}
+
+#[test]
+fn trim_and_append_again_is_as_if_never_appended() {
+    // T18: speculative decoding, and trims that reach into the packed part.
+    for recipe in RECIPES {
+        let d = 64;
+        let s = sequence(1, 2, 1, 700, d);
+        let mut rng = turbomoq::rng::Rng::new(5, 5);
+        let mut cache = cache(&Cpu, recipe, d);
+        let cut = |x: &Tensor, a: usize, b: usize| x.slice(2, a, b).unwrap();
+        cache.update_and_fetch(&cut(&s.k, 0, 290), &cut(&s.v, 0, 290)).unwrap();
+        let mut at = 290;
+        for round in 0..60 {
+            let back = if round == 29 {
+                150
+            } else if round % 10 == 9 {
+                15
+            } else {
+                0
+            };
+            assert_eq!(cache.trim(back).unwrap(), back);
+            at -= back;
+            cache.update_and_fetch(&cut(&s.k, at, at + 4), &cut(&s.v, at, at + 4)).unwrap();
+            let accepted = (rng.bits() % 5) as usize;
+            cache.trim(4 - accepted).unwrap();
+            at += accepted;
+            assert_eq!((cache.len(), cache.offset()), (at, at), "{recipe}");
+            let (k, v) = cache.fetch().unwrap();
+            for (got, want) in [(k, &s.k), (v, &s.v)] {
+                let (got, want) = (got.to_f32().unwrap(), cut(want, 0, at).to_f32().unwrap());
+                let far = relative_mse(&want, &got);
+                assert!(far < 0.35, "{recipe}, round {round}: {far}");
+            }
+        }
+        assert_eq!(cache.trim(usize::MAX).unwrap(), at);
+        assert!(cache.is_empty() && cache.fetch().unwrap().0.is_empty());
+    }
+}
+
+#[test]
+fn rows_are_right_at_every_step() {
+    // T15, T16: tokens filled with their own number, lengths around the steps of the buffers.
+    let d = 64;
+    for lengths in
+        [&[1usize, 64][..], &[63, 2], &[1, 63, 1], &[200, 100], &[3, 0, 5], &[129, 129, 129], &[1; 140]]
+    {
+        let mut cache = cache(&Cpu, "turboquant-mse@8/8,sinks=4,window=64", d);
+        let mut at = 0;
+        for &n in lengths {
+            let rows: Vec<f32> = (0..2 * n * d).map(|i| (at + i / d % n.max(1) + 1) as f32).collect();
+            let x = Tensor::new(&[1, 2, n, d], rows).unwrap();
+            let (k, _) = cache.update_and_fetch(&x, &x).unwrap();
+            at += n;
+            assert_eq!(k.shape(), [1, 2, at, d]);
+            for (i, row) in k.to_f32().unwrap().chunks_exact(d).enumerate() {
+                let want = (i % at + 1) as f32;
+                assert!(
+                    row.iter().all(|x| (x - want).abs() < 0.05 * want),
+                    "{lengths:?}: row {i} is {}",
+                    row[0]
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn a_clone_is_a_cache_of_its_own() {
+    // T48: copy on write.
+    let d = 64;
+    let s = sequence(1, 2, 1, 400, d);
+    let cut = |x: &Tensor, a: usize, b: usize| x.slice(2, a, b).unwrap();
+    let mut one = cache(&Cpu, "best@4/4", d);
+    one.update_and_fetch(&cut(&s.k, 0, 250), &cut(&s.v, 0, 250)).unwrap();
+    let before = one.fetch().unwrap();
+    let mut two = one.clone();
+    two.update_and_fetch(&cut(&s.k, 300, 400), &cut(&s.v, 300, 400)).unwrap();
+    two.trim(120).unwrap();
+    assert_eq!(one.fetch().unwrap(), before);
+    one.update_and_fetch(&cut(&s.k, 250, 400), &cut(&s.v, 250, 400)).unwrap();
+    let mut whole = cache(&Cpu, "best@4/4", d);
+    whole.update_and_fetch(&s.k, &s.v).unwrap();
+    assert_eq!(one.fetch().unwrap(), whole.fetch().unwrap());
+}
+
+#[test]
+fn dtypes_are_kept_and_misfits_leave_the_cache_alone() {
+    // T32 and the errors of the contract.
+    let d = 64;
+    for dtype in [Dtype::F16, Dtype::BF16, Dtype::F32] {
+        let x =
+            Tensor::from_f32(dtype, &[1, 2, 300, d], gauss(&[1, 2, 300, d], 1).to_f32().unwrap()).unwrap();
+        let mut cache = cache(&Cpu, "best@4/4", d);
+        cache.update_and_fetch(&x, &x).unwrap();
+        assert_eq!(cache.fetch().unwrap().0.float(), Some(dtype));
+        let q = Tensor::from_f32(dtype, &[1, 4, 1, d], vec![0.5; 4 * d]).unwrap();
+        assert_eq!(cache.attend(&q, &Rules::causal(0.1)).unwrap().float(), Some(dtype));
+        let bytes = cache.nbytes();
+        // Another dtype is cast to the one the cache was filled with.
+        let one = gauss(&[1, 2, 1, d], 3);
+        cache.update_and_fetch(&one, &one).unwrap();
+        assert_eq!((cache.nbytes(), cache.fetch().unwrap().0.float()), (bytes, Some(dtype)));
+
+        let before = cache.fetch().unwrap();
+        for bad in [gauss(&[1, 3, 1, d], 3), gauss(&[1, 2, 1, 32], 3), gauss(&[2, 2, 1, d], 3)] {
+            assert!(matches!(cache.update_and_fetch(&bad, &bad), Err(Error::Shape { .. })));
+        }
+        let words = Tensor::new(&[1, 2, 1, d], vec![1u32; 2 * d]).unwrap();
+        assert!(matches!(cache.update_and_fetch(&words, &words), Err(Error::Dtype { .. })));
+        assert_eq!(cache.fetch().unwrap(), before);
+    }
+    let shape = LayerShape { key_dim: 40, value_dim: 40 };
+    assert!(matches!(
+        LayerCache::new(Cpu, &"best".parse().unwrap(), 0, shape),
+        Err(Error::Unsupported { .. })
+    ));
+    assert!(cache(&Cpu, "best", d).fetch().is_err());
+}
+
+#[test]
+fn bytes_are_those_of_the_buffers() {
+    // 4 bits and a log scale: 33 bytes a vector of 64, besides the exact window.
+    let (h, t, d) = (2, 4096, 64);
+    let s = sequence(1, h, 1, t, d);
+    let to16 = |x: &Tensor| Tensor::from_f32(Dtype::F16, x.shape(), x.to_f32().unwrap()).unwrap();
+    let mut cache = cache(&Cpu, "best@4/4,window=0,sinks=0", d);
+    cache.update_and_fetch(&to16(&s.k), &to16(&s.v)).unwrap();
+    let packed = (t - 128) * h * 2 * 33;
+    let exact = 128 * h * 2 * 2 * d;
+    assert_eq!(cache.nbytes(), packed + exact + h * d * 4, "packed, exact, centre");
+}
+
+#[cfg(feature = "mlx")]
+mod graph {
+    use super::*;
+    use turbomoq::graph::Graph;
+
+    #[test]
+    fn graph_chunking_and_attention() {
+        let graph = Graph::new();
+        any_chunking_gives_the_same(&graph, &["best@4/4", "kivi@2/2"], &[&[1000], &[150, 7]], 300);
+        attention_equals_attention_on_what_is_fetched(
+            &graph,
+            &["best@4/4", "turbomoq@4/4,sinks=4,window=32", "kivi@2/2"],
+        );
+    }
+
+    #[test]
+    fn both_engines_give_the_same_attention() {
+        let (b, h, rep, t, d) = (1, 2, 2, 300, 64);
+        let s = sequence(b, h, rep, t, d);
+        let graph = Graph::new();
+        for recipe in RECIPES {
+            let mut host = cache(&Cpu, recipe, d);
+            let mut device = cache(&graph, recipe, d);
+            let put = |x: &Tensor| graph.put(x).unwrap();
+            host.update_and_fetch(&s.k, &s.v).unwrap();
+            device.update_and_fetch(&put(&s.k), &put(&s.v)).unwrap();
+            let q = gauss(&[b, h * rep, 3, d], 9);
+            let logits = Tensor::new(&[4], vec![-2.0f32, 0.0, 1.0, 6.0]).unwrap();
+            let mask =
+                Tensor::new(&[1, 1, 3, t], (0..3 * t).map(|i| u8::from(i % 5 != 0)).collect()).unwrap();
+            let rules = Rules { soft_cap: Some(30.0), sliding_window: Some(200), ..Rules::causal(0.125) };
+            let on_host = Rules { mask: Some(mask.clone()), sink_logits: Some(logits.clone()), ..rules };
+            let on_device = Rules {
+                mask: Some(put(&mask)),
+                sink_logits: Some(put(&logits)),
+                soft_cap: Some(30.0),
+                sliding_window: Some(200),
+                ..Rules::causal(0.125)
+            };
+            let a = host.attend(&q, &on_host).unwrap().to_f32().unwrap();
+            let b = graph.get(&device.attend(&put(&q), &on_device).unwrap()).unwrap().to_f32().unwrap();
+            let worst = greatest_difference(&a, &b);
+            assert!(worst < 5e-3, "{recipe}: {worst}");
+        }
+    }
+}
