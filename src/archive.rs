@@ -224,9 +224,10 @@ fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> R
         return Ok(Entry::Other(layer.clone()));
     };
     let shell = shell_of(layer, kind);
-    // Values of width zero (the indexers of some models) have nothing to pack.
-    if kv.values.shape()[3] == 0 || kv.keys.shape()[2] == 0 {
-        return Ok(Entry::Other(layer.clone()));
+    // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
+    if kv.values.is_empty() || kv.keys.is_empty() {
+        let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
+        return Ok(Entry::Packed { shell, layer });
     }
     let packed = compressor.compress_layer(index, &kv.keys, &kv.values)?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
@@ -242,6 +243,12 @@ fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> R
     };
     let layer = Box::new(CompressedLayer { key: host(packed.key)?, value: host(packed.value)? });
     Ok(Entry::Packed { shell, layer })
+}
+
+fn exact_side(x: Tensor) -> Result<CompressedSide<Tensor>> {
+    let dtype = x.float().ok_or_else(|| x.wrong_dtype("tensor", "F32, F16 or BF16"))?;
+    let shape = x.shape().try_into().map_err(|_| x.wrong_shape("tensor", "[B, H, T, D]"))?;
+    Ok(CompressedSide { head: Some(x), body: None, tail: None, shape, dtype })
 }
 
 fn move_codes<A: Buffer, B: Buffer>(codes: &Codes<A>, f: impl Fn(&A) -> Result<B>) -> Result<Codes<B>> {

@@ -91,6 +91,9 @@ pub fn compare<T: Buffer>(
     let rows = |x: &Tensor| x.slice(2, range.start, range.end)?.to_f32();
     let (a, b) = (rows(before)?, rows(after)?);
     let ([batch, heads, _, d], t) = (packed.shape, range.len());
+    if a.is_empty() {
+        return Ok(Row { layer, side, cosine: 1.0, relative_mse: 0.0, logit_correlation: 1.0 });
+    }
     let (mut cosine, mut error, mut size) = (0f64, 0f64, 0f64);
     for (a, b) in a.chunks_exact(d).zip(b.chunks_exact(d)) {
         let (aa, bb, ab) = (dot(a, a), dot(b, b), dot(a, b));

@@ -10,6 +10,7 @@ use crate::recipe::Recipe;
 use crate::spec::{CodecSpec, Side};
 use crate::tensor::{Dtype, Tensor};
 use serde::{Deserialize, Serialize};
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -67,24 +68,8 @@ pub(super) fn lay_out(entry: &Entry, at: &str, tensors: &mut BTreeMap<String, Ra
             meta: meta.clone(),
         },
         Entry::Other(layer) => {
-            let kind = layer.kind().unwrap_or(KvKind::Plain);
-            let shell = shell_of(layer, kind);
-            if let Layer::Kv { kv: Some(kv), .. } | Layer::Rotating { kv: Some(kv), .. } = layer {
-                // Too small or too narrow to pack: exact, like a side without a codec.
-                let mut side = |x: &Tensor, name: &str| {
-                    let shape = x.shape().try_into().unwrap_or_default();
-                    let dtype = x.float().unwrap_or(Dtype::F32);
-                    let whole =
-                        CompressedSide { head: Some(x.clone()), body: None, tail: None, shape, dtype };
-                    lay_out_side(&whole, &format!("{at}.{name}"), tensors)
-                };
-                return LayerManifest::Packed {
-                    shell,
-                    key: side(&kv.keys, "key"),
-                    value: side(&kv.values, "value"),
-                };
-            }
-            LayerManifest::Empty { shell }
+            // What has tokens became a packed layer.
+            LayerManifest::Empty { shell: shell_of(layer, layer.kind().unwrap_or(KvKind::Plain)) }
         }
     }
 }
@@ -125,7 +110,14 @@ pub(super) struct Reader<'a> {
 
 impl Reader<'_> {
     pub(super) fn entry(&self, manifest: LayerManifest) -> Result<Entry> {
-        let raw = |n: usize| self.file.raw(&format!("{}.raw.{n}", self.at));
+        // Every raw tensor is used once and in order, so that a layer costs no more than its bytes in the file.
+        let next = Cell::new(0);
+        let raw = |n: usize| {
+            if next.replace(n + 1) != n {
+                return Err(self.bad(format!("raw tensor {n} is out of order")));
+            }
+            self.file.raw(&format!("{}.raw.{n}", self.at))
+        };
         let optional = |n: Option<usize>| n.map(raw).transpose();
         Ok(match manifest {
             LayerManifest::Packed { shell, key, value } => {
@@ -138,6 +130,10 @@ impl Reader<'_> {
                     Shell::Rotating(ring) => ring.check(key.shape[2]).map_err(|e| self.bad(e))?,
                     Shell::Quantized { group_size, bits, .. } => {
                         affine::check_codec(group_size, bits).map_err(|e| self.bad(e.to_string()))?;
+                        let widths = [key.shape[3], value.shape[3]];
+                        if widths.iter().any(|width| width % group_size != 0) {
+                            return Err(self.bad(format!("groups of {group_size} in widths {widths:?}")));
+                        }
                     }
                     Shell::Plain(_) => {}
                 }
@@ -234,6 +230,12 @@ fn check_tables(frame: &Frame<Tensor>) -> Result<(), String> {
         if t.float() != Some(Dtype::F32) || t.first_non_finite().is_some() {
             return Err("centre and gain must be finite f32".into());
         }
+    }
+    // Decoding divides by the gains.
+    if let Some(gain) = &frame.gain
+        && !gain.to_f32().is_ok_and(|gain| gain.iter().all(|x| x.is_normal() && *x > 0.0))
+    {
+        return Err("every gain must be above zero".into());
     }
     let Some(order) = &frame.order else { return Ok(()) };
     let (d, places) =

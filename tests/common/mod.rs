@@ -143,3 +143,17 @@ pub fn greatest_difference(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
     a.iter().zip(b).map(|(a, b)| (a - b).abs()).fold(0.0, f32::max)
 }
+
+/// Mean KL of softmax(b / sqrt d) from softmax(a / sqrt d) over rows of `tokens` scores.
+pub fn mean_kl(a: &[f32], b: &[f32], tokens: usize, d: usize) -> f64 {
+    let log_softmax = |x: &[f32]| -> Vec<f64> {
+        let x: Vec<f64> = x.iter().map(|x| f64::from(*x) / (d as f64).sqrt()).collect();
+        let top = x.iter().copied().fold(f64::MIN, f64::max);
+        let sum = x.iter().map(|x| (x - top).exp()).sum::<f64>().ln();
+        x.iter().map(|x| x - top - sum).collect()
+    };
+    let rows = a.chunks_exact(tokens).zip(b.chunks_exact(tokens));
+    let kl = rows
+        .map(|(a, b)| log_softmax(a).iter().zip(log_softmax(b)).map(|(p, q)| p.exp() * (p - q)).sum::<f64>());
+    kl.sum::<f64>() / (a.len() / tokens) as f64
+}

@@ -1,0 +1,247 @@
+//! The built program on a real cache: what each command prints and writes, exit codes, and what an error says.
+
+use serde_json::Value;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use turbomoq::prompt_cache::{Layout, PromptCache};
+use turbomoq::recipe::PRESETS;
+
+/// A folder of its own with the sample in it.
+struct Place(tempfile::TempDir);
+
+impl Place {
+    fn new() -> Place {
+        let place = Place(tempfile::tempdir().unwrap());
+        let sample = Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/data/smollm2_250.safetensors");
+        std::fs::copy(sample, place.path("in.safetensors")).unwrap();
+        place
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.0.path().join(name)
+    }
+
+    fn names(&self) -> Vec<String> {
+        let names = std::fs::read_dir(self.0.path()).unwrap().map(|e| e.unwrap().file_name());
+        let mut names: Vec<String> = names.map(|n| n.into_string().unwrap()).collect();
+        names.sort();
+        names
+    }
+
+    fn run(&self, arguments: &str) -> Output {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
+        command.current_dir(self.0.path()).args(arguments.split(' ')).output().unwrap()
+    }
+
+    fn good(&self, arguments: &str) -> String {
+        let output = self.run(arguments);
+        let text = |bytes| String::from_utf8(bytes).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{arguments}: {}", text(output.stderr));
+        assert!(output.stderr.is_empty(), "{arguments}: {}", text(output.stderr));
+        text(output.stdout)
+    }
+
+    fn json(&self, arguments: &str) -> Value {
+        serde_json::from_str(&self.good(&format!("{arguments} --json"))).unwrap()
+    }
+
+    /// A command that fails with `code`, prints nothing to standard output, and whose message has every one of `words`.
+    fn bad(&self, arguments: &str, code: i32, words: &[&str]) {
+        let before = self.names();
+        let output = self.run(arguments);
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{arguments}: {error}");
+        assert!(output.stdout.is_empty(), "{arguments}");
+        for word in words {
+            assert!(error.contains(word), "{arguments}: {word:?} is not in: {error}");
+        }
+        assert_eq!(self.names(), before, "{arguments}: a failed command leaves no file");
+    }
+}
+
+#[test]
+fn compress_inspect_and_restore() {
+    let place = Place::new();
+    let text = place.good("compress in.safetensors");
+    for word in ["30 of 30 layers", "recipe: key=", "in.tmq", "cpu engine"] {
+        assert!(text.contains(word), "{word:?} is not in: {text}");
+    }
+    let figures = place
+        .json("compress in.safetensors -o b.tmq --recipe turboquant-mse --bits 4/2 --sinks 2 --window 0");
+    let file = std::fs::metadata(place.path("b.tmq")).unwrap().len();
+    assert_eq!(figures["file_bytes"], file);
+    assert_eq!((&figures["layers"], &figures["packed_layers"]), (&Value::from(30), &Value::from(30)));
+    let recipe = figures["recipe"].as_str().unwrap();
+    assert!(recipe.contains("d128:b4") && recipe.contains("d128:b2") && recipe.ends_with("sinks=2,window=0"));
+    // The same bytes every time.
+    let again = "compress in.safetensors -o c.tmq --recipe turboquant-mse@4/2,sinks=2 --window 0";
+    place.good(again);
+    assert!(std::fs::read(place.path("b.tmq")).unwrap() == std::fs::read(place.path("c.tmq")).unwrap());
+
+    let (source, packed) = (place.json("inspect in.safetensors"), place.json("inspect b.tmq"));
+    assert_eq!(source["format"], "mlx-lm prompt cache");
+    assert_eq!(packed["layers"].as_array().unwrap().len(), 30);
+    assert_eq!(source["layout"], packed["layout"]);
+    assert!(packed["bytes"].as_u64().unwrap() * 4 < source["bytes"].as_u64().unwrap());
+    assert!(place.good("inspect in.tmq").contains("KVCache"));
+
+    let restored = place.json("restore in.tmq");
+    assert_eq!(restored["layers"], 30);
+    let (a, b) = (
+        PromptCache::read(place.path("in.safetensors")).unwrap(),
+        PromptCache::read(place.path("in.restored.safetensors")).unwrap(),
+    );
+    assert_eq!((a.layout, &a.metadata, a.layers.len()), (b.layout, &b.metadata, b.layers.len()));
+    // The other release's layout, and an exact recipe, which loses nothing.
+    for layout in [Layout::V031, Layout::V032] {
+        place.good("compress in.safetensors -o exact.tmq --bits 16");
+        place.good(&format!("restore exact.tmq -o exact.safetensors --layout {layout}"));
+        let exact = PromptCache::read(place.path("exact.safetensors")).unwrap();
+        assert_eq!(exact.layout, layout);
+        assert_eq!(exact.layers, a.layers);
+    }
+}
+
+#[test]
+fn verify_says_what_every_layer_lost() {
+    let place = Place::new();
+    let report = place.json("verify in.safetensors --recipe turboquant-mse --sinks 0 --window 0");
+    let number = |v: &Value| v.as_f64().unwrap_or_else(|| panic!("{v} is no number"));
+    assert!(report["recipe"].is_string());
+    let rows = report["layers"].as_array().unwrap();
+    assert_eq!(rows.len(), 60);
+    for (i, row) in rows.iter().enumerate() {
+        assert_eq!(row["layer"], (i / 2).to_string());
+        assert_eq!(row["side"], ["key", "value"][i % 2]);
+        assert!((0.994..1.0).contains(&number(&row["cosine"])), "{row}");
+        assert!((0.0..0.012).contains(&number(&row["relative_mse"])), "{row}");
+        assert!((0.9..1.0).contains(&number(&row["logit_correlation"])), "{row}");
+    }
+    let [reported, file, fp16] = ["reported_bytes", "file_bytes", "fp16_bytes"].map(|k| number(&report[k]));
+    assert!(file >= reported && file < 1.02 * reported, "{file} bytes of file, {reported} reported");
+    assert_eq!(number(&report["ratio"]), fp16 / reported);
+    assert!(number(&report["ratio"]) > 3.7, "{}", report["ratio"]);
+    assert!(number(&report["encode_ms"]) > 0.0 && number(&report["decode_ms"]) > 0.0);
+    // Nothing is written beside the input, and the figures are those of `compress`.
+    assert_eq!(place.names(), ["in.safetensors"]);
+    let packed = place.json("compress in.safetensors --recipe turboquant-mse --sinks 0 --window 0");
+    assert_eq!(
+        (&packed["file_bytes"], &packed["reported_bytes"]),
+        (&report["file_bytes"], &report["reported_bytes"])
+    );
+
+    let table = place.good("verify in.safetensors --bits 3");
+    for word in ["logit correlation", "mean", "recipe: key=", "ratio"] {
+        assert!(table.contains(word), "{word:?} is not in: {table}");
+    }
+    // Queries from a file: rows of zeros correlate with nothing, so they must change the figure of their layer and no other.
+    let zeros = turbomoq::Tensor::new(&[1, 9, 2, 64], vec![0f32; 9 * 2 * 64]).unwrap();
+    let bytes = zeros.row_major_bytes();
+    let view =
+        safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1, 9, 2, 64], &bytes).unwrap();
+    std::fs::write(place.path("q.safetensors"), safetensors::serialize([("3", view)], None).unwrap())
+        .unwrap();
+    let with = place
+        .json("verify in.safetensors --recipe turboquant-mse --sinks 0 --window 0 --queries q.safetensors");
+    for (i, (a, b)) in rows.iter().zip(with["layers"].as_array().unwrap()).enumerate() {
+        assert_eq!(a["logit_correlation"] != b["logit_correlation"], i == 6, "{a} {b}");
+    }
+    place.bad("verify in.safetensors --queries nowhere.safetensors", 1, &["nowhere.safetensors"]);
+}
+
+#[test]
+fn recipes_lists_every_preset() {
+    let place = Place::new();
+    let text = place.good("recipes");
+    for (name, what) in PRESETS {
+        assert!(
+            text.contains(name) && what.split(' ').next().is_some_and(|w| text.contains(w)),
+            "{name}: {text}"
+        );
+        place.good(&format!("compress in.safetensors --recipe {name} -o {name}.tmq"));
+    }
+}
+
+#[test]
+fn errors_name_the_file_and_the_value() {
+    let place = Place::new();
+    std::fs::write(place.path("cut.tmq"), b"12345").unwrap();
+    let mut bytes = std::fs::read(place.path("in.safetensors")).unwrap();
+    bytes.truncate(100_000);
+    std::fs::write(place.path("cut.safetensors"), bytes).unwrap();
+    place.good("compress in.safetensors -o good.tmq");
+
+    for (arguments, words) in [
+        ("compress nowhere.safetensors", &["nowhere.safetensors"][..]),
+        ("compress cut.safetensors", &["cut.safetensors", "data_offsets"]),
+        ("compress cut.tmq -o x", &["cut.tmq", "5 bytes"]),
+        ("compress good.tmq -o x", &["good.tmq"]),
+        ("compress in.safetensors -o nowhere/x.tmq", &["nowhere/x.tmq"]),
+        ("compress in.safetensors -o in.safetensors/x.tmq", &["in.safetensors/x.tmq"]),
+        ("compress in.safetensors --recipe bset", &["recipe", "bset", "turboquant-mse"]),
+        ("compress in.safetensors --recipe best@4/4/4", &["bits", "4/4/4"]),
+        ("compress in.safetensors --recipe best,sink=4", &["sink=4"]),
+        ("compress in.safetensors --recipe key=d128:b4:hadamart", &["hadamart"]),
+        ("compress in.safetensors --bits 3.3", &["bits", "3.3"]),
+        ("compress in.safetensors --bits 9", &["bits", "9"]),
+        ("compress in.safetensors --bits four", &["bits", "four"]),
+        ("restore nowhere.tmq", &["nowhere.tmq"]),
+        ("restore cut.tmq", &["cut.tmq", "5 bytes"]),
+        ("restore in.safetensors", &["in.safetensors", "not a turbomoq file"]),
+        ("inspect cut.tmq", &["cut.tmq", "5 bytes"]),
+        ("verify good.tmq", &["good.tmq"]),
+    ] {
+        place.bad(arguments, 1, words);
+    }
+    for (arguments, word) in [
+        ("", "compress"),
+        ("pack in.safetensors", "pack"),
+        ("compress", "INPUT"),
+        ("compress in.safetensors --engine tpu", "tpu"),
+        ("compress in.safetensors --sinks -1", "-1"),
+        ("restore good.tmq --layout 0.40", "0.40"),
+        ("compress in.safetensors --window many", "many"),
+    ] {
+        place.bad(arguments, 2, &[word]);
+    }
+}
+
+#[test]
+fn an_input_is_never_its_own_output() {
+    let place = Place::new();
+    let before = std::fs::read(place.path("in.safetensors")).unwrap();
+    std::fs::create_dir(place.path("d")).unwrap();
+    #[cfg(unix)]
+    std::os::unix::fs::symlink(place.path("in.safetensors"), place.path("link")).unwrap();
+    for same in [
+        "in.safetensors",
+        "./in.safetensors",
+        "d/../in.safetensors",
+        #[cfg(unix)]
+        "link",
+    ] {
+        place.bad(&format!("compress in.safetensors -o {same}"), 1, &[same, "same file"]);
+    }
+    place.good("compress in.safetensors");
+    place.bad("restore in.tmq -o in.tmq", 1, &["in.tmq", "same file"]);
+    assert_eq!(std::fs::read(place.path("in.safetensors")).unwrap(), before);
+}
+
+#[cfg(unix)]
+#[test]
+fn a_full_disk_leaves_the_old_file() {
+    // A limit on the size of files stands for the disk; with the signal ignored the write fails as on a full one.
+    let place = Place::new();
+    place.good("compress in.safetensors -o out.tmq --bits 2");
+    let before = std::fs::read(place.path("out.tmq")).unwrap();
+    let script = "trap '' XFSZ; ulimit -f 100; exec \"$0\" compress in.safetensors -o out.tmq --bits 4";
+    let mut shell = Command::new("sh");
+    let output =
+        shell.current_dir(place.0.path()).args(["-c", script, env!("CARGO_BIN_EXE_turbomoq")]).output();
+    let output = output.unwrap();
+    let error = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(1), "{error}");
+    assert!(error.contains("out.tmq"), "{error}");
+    assert_eq!(std::fs::read(place.path("out.tmq")).unwrap(), before);
+    assert_eq!(place.names(), ["in.safetensors", "out.tmq"], "no temporary file is left");
+}
