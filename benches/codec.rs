@@ -81,5 +81,35 @@ fn seed_shape(c: &mut Criterion) {
     }
 }
 
-criterion_group!(benches, copy, codecs, seed_shape);
+/// The same stages as MLX graphs, evaluated.
+#[cfg(feature = "mlx")]
+fn graphs(c: &mut Criterion) {
+    use turbomoq::graph::Graph;
+    use turbomoq::mlx_ops::evaluate;
+    let graph = Graph::new();
+    for (dim, grid, bits) in [(64, Grid::Lloyd, 4), (128, Grid::Uniform, 4), (128, Grid::Lloyd, 4)] {
+        let host = vectors([1, 8, 2048, dim]);
+        let x = graph.put(&host).expect("put");
+        let codec = Arc::new(Codec::new(CodecSpec::new(dim, bits, grid)).expect("spec"));
+        let codes = graph.encode(&codec, Frame::default(), &x).expect("encode");
+        evaluate(&[codes.words(), codes.scales()]).expect("evaluate");
+        let name = format!("d{dim}-{grid}-b{bits}");
+        let mut group = c.benchmark_group("mlx");
+        group.sample_size(10).throughput(Throughput::Bytes(host.nbytes() as u64));
+        group.bench_function(BenchmarkId::new("encode", &name), |b| {
+            b.iter(|| {
+                let codes = graph.encode(&codec, Frame::default(), &x).expect("encode");
+                evaluate(&[codes.words(), codes.scales()]).expect("evaluate")
+            })
+        });
+        group.bench_function(BenchmarkId::new("decode", &name), |b| {
+            b.iter(|| evaluate(&[&graph.decode(&codes, Dtype::F16).expect("decode")]).expect("evaluate"))
+        });
+    }
+}
+
+#[cfg(not(feature = "mlx"))]
+fn graphs(_: &mut Criterion) {}
+
+criterion_group!(benches, copy, codecs, seed_shape, graphs);
 criterion_main!(benches);
