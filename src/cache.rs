@@ -4,21 +4,18 @@
 //! with many tokens is cut at these borders, so any chunking of appends gives the same bytes and the same attention. Encoding a
 //! single token never happens. A clone shares buffers until one side writes, then has its own.
 
+mod append;
+mod trim;
+
 use crate::attention::{Rules, Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::BLOCK;
+use crate::codes::{Buffer, Frame};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;
 use std::sync::Arc;
-
-/// Rows by which an exact buffer grows until it has its full size.
-const STEP: usize = 64;
-/// Tokens up to which neighbouring packed blocks of one codec are joined into one segment.
-const SEGMENT: usize = 4096;
 
 /// Channels of the keys and values of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -219,20 +216,12 @@ impl<E: Engine + Clone> LayerCache<E> {
             Stored::Exact { rows, len } => rows.slice(2, 0, *len),
             Stored::Packed(codes) => self.engine.decode(codes, dtype),
         };
-        let segments = self.segments();
-        let side =
-            |f: &dyn Fn(&Segment<E::Tensor>) -> &Stored<E::Tensor>, dtype: Dtype| -> Result<E::Tensor> {
-                let parts = segments.iter().map(|s| dense(f(s), dtype)).collect::<Result<Vec<_>>>()?;
-                if parts.is_empty() {
-                    return if dtype == dtypes[0] {
-                        window.keys.slice(2, 0, 0)
-                    } else {
-                        window.values.slice(2, 0, 0)
-                    };
-                }
-                E::Tensor::concat(2, &parts)
-            };
-        Ok((side(&|s| &s.keys, dtypes[0])?, side(&|s| &s.values, dtypes[1])?))
+        let (mut keys, mut values) = (vec![window.keys.slice(2, 0, 0)?], vec![window.values.slice(2, 0, 0)?]);
+        for segment in self.segments() {
+            keys.push(dense(&segment.keys, dtypes[0])?);
+            values.push(dense(&segment.values, dtypes[1])?);
+        }
+        Ok((E::Tensor::concat(2, &keys)?, E::Tensor::concat(2, &values)?))
     }
 
     /// The parts in token order. Buffers are shared, not copied.
@@ -251,58 +240,6 @@ impl<E: Engine + Clone> LayerCache<E> {
             list.push(exact(window, self.window_len, self.offset - self.window_len));
         }
         list
-    }
-
-    /// Drops the last `n` tokens, exact or packed, and says how many were dropped (all, if there are fewer).
-    ///
-    /// # Errors
-    /// The engine's own; the cache is then as it was.
-    pub fn trim(&mut self, n: usize) -> Result<usize> {
-        let n = n.min(self.len());
-        let mut left = n;
-        let from_window = left.min(self.window_len);
-        left -= from_window;
-        let mut body = self.body.clone();
-        let mut rescued = None;
-        while left > 0 {
-            let Some(last) = body.pop() else { break };
-            let len = last.keys.len();
-            if len <= left {
-                left -= len;
-                continue;
-            }
-            // Tokens that are encoded together with trimmed ones go back to the window as they decode.
-            let (keep, tile) = (len - left, self.recipe.tile());
-            let whole = keep / tile * tile;
-            if whole < keep {
-                let dense = self.dense(&cut(&last, whole - whole % tile, (whole + tile).min(len))?)?;
-                rescued = Some((dense, keep - whole));
-            }
-            if whole > 0 {
-                body.push(cut(&last, 0, whole)?);
-            }
-            left = 0;
-        }
-        self.body = body;
-        self.window_len -= from_window;
-        self.sinks_len -= left;
-        self.offset -= n;
-        if let Some(((keys, values), len)) = rescued {
-            self.write_window(&keys.slice(2, 0, len)?, &values.slice(2, 0, len)?)?;
-        }
-        if self.body.is_empty() {
-            // What comes next is a first block again.
-            self.frames = None;
-        }
-        Ok(n)
-    }
-
-    fn dense(&self, s: &Segment<E::Tensor>) -> Result<(E::Tensor, E::Tensor)> {
-        let one = |s: &Stored<E::Tensor>| match s {
-            Stored::Exact { rows, len } => rows.slice(2, 0, *len),
-            Stored::Packed(codes) => self.engine.decode(codes, Dtype::F32),
-        };
-        Ok((one(&s.keys)?, one(&s.values)?))
     }
 
     /// Checks new tokens against the cache and gives their number.
@@ -329,158 +266,4 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.engine.dtype(values)?;
         Ok(k[2])
     }
-
-    /// Appends tokens from `start` on, up to the next border, and says how many.
-    fn append_piece(&mut self, keys: &E::Tensor, values: &E::Tensor, start: usize) -> Result<usize> {
-        let total = keys.shape()[2];
-        let piece = |n: usize| -> Result<(E::Tensor, E::Tensor)> {
-            Ok((keys.slice(2, start, start + n)?, values.slice(2, start, start + n)?))
-        };
-        let at_start = self.body.is_empty() && self.window_len == 0;
-        if at_start && self.sinks_len < self.recipe.sinks {
-            let n = (self.recipe.sinks - self.sinks_len).min(total - start);
-            let (k, v) = piece(n)?;
-            let mut sinks = self.sinks.take();
-            let written = self.write(&mut sinks, self.sinks_len, self.recipe.sinks, &k, &v);
-            self.sinks = sinks;
-            written?;
-            if self.window.is_none() {
-                // An empty window tells the dtype and the heads from now on.
-                let mut window = None;
-                self.write(&mut window, 0, self.full_window(), &k.slice(2, 0, 0)?, &v.slice(2, 0, 0)?)?;
-                self.window = window;
-            }
-            self.sinks_len += n;
-            self.offset += n;
-            return Ok(n);
-        }
-        if self.window_len >= self.full_window() {
-            self.flush()?;
-        }
-        let n = (self.full_window() - self.window_len).min(total - start);
-        let (k, v) = piece(n)?;
-        self.write_window(&k, &v)?;
-        self.offset += n;
-        Ok(n)
-    }
-
-    /// Tokens that the window holds before a block leaves it; a layer without a codec keeps everything there.
-    fn full_window(&self) -> usize {
-        if self.codecs.iter().all(Option::is_none) { usize::MAX } else { self.recipe.window + BLOCK }
-    }
-
-    fn write_window(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
-        let mut window = self.window.take();
-        let written = self.write(&mut window, self.window_len, self.full_window(), keys, values);
-        self.window = window;
-        written?;
-        self.window_len += keys.shape()[2];
-        Ok(())
-    }
-
-    /// Writes rows behind the first `len` of an exact buffer, which grows in steps up to `most` rows.
-    fn write(
-        &self,
-        exact: &mut Option<Exact<E::Tensor>>,
-        len: usize,
-        most: usize,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-    ) -> Result<()> {
-        let needed = len + keys.shape()[2];
-        let capacity = exact.as_ref().map_or(0, |e| e.capacity);
-        if needed > capacity || exact.is_none() {
-            // Doubling keeps the copying of a layer that packs nothing linear.
-            let grown = needed.max(2 * len.min(most)).next_multiple_of(STEP).min(most.max(needed));
-            let grow = |old: Option<&E::Tensor>, like: &E::Tensor| -> Result<E::Tensor> {
-                let s = like.shape();
-                let dtype = self.engine.dtype(old.unwrap_or(like))?;
-                let mut new = self.engine.zeros(dtype, &[s[0], s[1], grown, s[3]])?;
-                if let Some(old) = old {
-                    self.engine.write(&mut new, 0, &old.slice(2, 0, len)?)?;
-                }
-                Ok(new)
-            };
-            let (old_k, old_v) = (exact.as_ref().map(|e| &e.keys), exact.as_ref().map(|e| &e.values));
-            *exact = Some(Exact { keys: grow(old_k, keys)?, values: grow(old_v, values)?, capacity: grown });
-        }
-        let Some(exact) = exact else { return Ok(()) };
-        if keys.shape()[2] > 0 {
-            self.engine.write(&mut exact.keys, len, keys)?;
-            self.engine.write(&mut exact.values, len, values)?;
-        }
-        Ok(())
-    }
-
-    /// Packs the oldest block of the window.
-    fn flush(&mut self) -> Result<()> {
-        let Some(window) = &self.window else { return Ok(()) };
-        let (keys, values) = (window.keys.slice(2, 0, BLOCK)?, window.values.slice(2, 0, BLOCK)?);
-        let frames = match &self.frames {
-            Some(frames) => frames.clone(),
-            None => {
-                let frame = |codec: &Option<Arc<Codec>>, centred: bool, block: &E::Tensor| match codec {
-                    Some(codec) => self.engine.frame(codec, centred, block, None),
-                    None => Ok(Frame::default()),
-                };
-                [frame(&self.codecs[0], self.recipe.centred, &keys)?, frame(&self.codecs[1], false, &values)?]
-            }
-        };
-        let pack = |codec: &Option<Arc<Codec>>, frame: &Frame<E::Tensor>, block: &E::Tensor| match codec {
-            Some(codec) => self.engine.encode(codec, frame.clone(), block).map(Stored::Packed),
-            None => Ok(Stored::Exact { rows: self.engine.compact(block)?, len: BLOCK }),
-        };
-        let start = self.offset - self.window_len;
-        let (k, v) = (pack(&self.codecs[0], &frames[0], &keys)?, pack(&self.codecs[1], &frames[1], &values)?);
-        let segment = Segment { start, keys: k, values: v };
-        let rest = [&window.keys, &window.values].map(|w| w.slice(2, BLOCK, self.window_len));
-        let [rest_k, rest_v] = rest;
-        let (rest_k, rest_v) = (rest_k?, rest_v?);
-        let mut moved = window.clone();
-        if self.window_len > BLOCK {
-            self.engine.write(&mut moved.keys, 0, &rest_k)?;
-            self.engine.write(&mut moved.values, 0, &rest_v)?;
-        }
-        // Nothing can fail from here on.
-        self.window = Some(moved);
-        self.window_len -= BLOCK;
-        self.frames = Some(frames);
-        match self.body.last().map(|last| join(last, &segment)) {
-            Some(Some(joined)) => *self.body.last_mut().expect("a last segment") = joined?,
-            _ => self.body.push(segment),
-        }
-        Ok(())
-    }
-}
-
-/// One segment from two neighbours, if both sides can be joined and the result is not too long.
-fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
-    if a.keys.len() + b.keys.len() > SEGMENT || a.start + a.keys.len() != b.start {
-        return None;
-    }
-    let side = |a: &Stored<T>, b: &Stored<T>| -> Option<Result<Stored<T>>> {
-        match (a, b) {
-            (Stored::Packed(a), Stored::Packed(b)) if a.codec().same(b.codec()) => {
-                Some(Codes::concat(&[a.clone(), b.clone()]).map(Stored::Packed))
-            }
-            (Stored::Exact { rows: a, len: n }, Stored::Exact { rows: b, len: m }) => {
-                let parts = a.slice(2, 0, *n).and_then(|a| Ok([a, b.slice(2, 0, *m)?]));
-                Some(parts.and_then(|p| T::concat(2, &p)).map(|rows| Stored::Exact { rows, len: n + m }))
-            }
-            _ => None,
-        }
-    };
-    let (keys, values) = (side(&a.keys, &b.keys)?, side(&a.values, &b.values)?);
-    Some(keys.and_then(|keys| Ok(Segment { start: a.start, keys, values: values? })))
-}
-
-/// The tokens `from..to` of a segment.
-fn cut<T: Buffer>(s: &Segment<T>, from: usize, to: usize) -> Result<Segment<T>> {
-    let side = |s: &Stored<T>| -> Result<Stored<T>> {
-        Ok(match s {
-            Stored::Exact { rows, .. } => Stored::Exact { rows: rows.slice(2, from, to)?, len: to - from },
-            Stored::Packed(codes) => Stored::Packed(codes.slice(from, to)?),
-        })
-    };
-    Ok(Segment { start: s.start + from, keys: side(&s.keys)?, values: side(&s.values)? })
 }

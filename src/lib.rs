@@ -1,4 +1,4 @@
-//! KV-cache compression for large language models on MLX: pack keys and values, attend on the packed form.
+#![doc = include_str!("../README.md")]
 
 pub mod archive;
 pub mod attention;

@@ -28,7 +28,10 @@ pub struct Recipe {
 
 /// Names of the presets and what each is.
 pub const PRESETS: [(&str, &str); 8] = [
-    ("best", "centred keys, Beta-law grid, unbiased keys, least-squares values, 4 sinks, window 128"),
+    (
+        "best",
+        "centred keys, trellis codes (Beta-law grid above 4 bits), unbiased keys, least-squares values, 4 sinks, window 128",
+    ),
     ("turbomoq", "the original's split: rotated symmetric keys, rotated Lloyd-Max values"),
     (
         "turboquant-mse",
@@ -113,9 +116,9 @@ impl Recipe {
 fn template(name: &str, side: Side) -> CodecSpec {
     let base = CodecSpec::new(TEMPLATE_DIM, 4, Grid::Beta);
     match (name, side) {
-        ("best", Side::Key) => CodecSpec { scale: ScaleRule::Unbiased, format: ScaleFormat::Log8, ..base },
-        ("best", Side::Value) => {
-            CodecSpec { scale: ScaleRule::LeastSquares, format: ScaleFormat::Log8, ..base }
+        ("best", side) => {
+            let scale = if side == Side::Key { ScaleRule::Unbiased } else { ScaleRule::LeastSquares };
+            CodecSpec { scale, format: ScaleFormat::Log8, grid: Grid::Trellis { states: 8 }, ..base }
         }
         ("turbomoq", Side::Key) | ("rotation-only", _) => CodecSpec { grid: Grid::Uniform, ..base },
         ("turbomoq", Side::Value) => CodecSpec { grid: Grid::Lloyd, ..base },
@@ -152,7 +155,11 @@ fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
     if !(1.0..=8.0).contains(&whole) || (fraction != 0.0 && fraction != 0.5) {
         return Err(no());
     }
-    let spec = CodecSpec { bits: whole as u8, outliers, ..template };
+    let mut spec = CodecSpec { bits: whole as u8, outliers, ..template };
+    if matches!(spec.grid, Grid::Trellis { .. }) && bits > 4.0 {
+        // The trellis ends at four bits; above them a scalar grid is as good as lossless.
+        spec.grid = Grid::Beta;
+    }
     spec.validate()?;
     Ok(Some(spec))
 }

@@ -60,6 +60,9 @@ fn exact(
     dense_sum(v, &Tensor::new(&[b, hq, l, t], w).unwrap()).unwrap().to_f32().unwrap()
 }
 
+/// Keys, values, attention and bytes of one run.
+type Kept = (Vec<f32>, Vec<f32>, Vec<f32>, usize);
+
 fn any_chunking_gives_the_same<E: Engine + Clone>(
     engine: &E,
     recipes: &[&str],
@@ -69,7 +72,7 @@ fn any_chunking_gives_the_same<E: Engine + Clone>(
     let (h, rep, d) = (2, 2, 64);
     let s = sequence(1, h, rep, t, d);
     for recipe in recipes {
-        let mut first: Option<(Vec<f32>, Vec<f32>, Vec<f32>, usize)> = None;
+        let mut first: Option<Kept> = None;
         for pattern in chunks {
             let mut cache = cache(engine, recipe, d);
             let (mut at, mut i, mut outs) = (0, 0, vec![]);

@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
+mod compare;
 mod compress;
 mod inspect;
 mod restore;
@@ -36,6 +37,8 @@ enum Command {
     Inspect(inspect::Arguments),
     /// Pack in memory, unpack, and show the error of every layer
     Verify(verify::Arguments),
+    /// Compare recipes on one prompt cache
+    Compare(compare::Arguments),
     /// List the presets
     Recipes,
 }
@@ -111,6 +114,7 @@ pub fn run() -> ExitCode {
         Command::Restore(arguments) => restore::run(&arguments),
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
+        Command::Compare(arguments) => compare::run(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {

@@ -1,6 +1,7 @@
 //! `turbomoq verify`: packs a prompt cache in memory, unpacks it, and shows what every layer lost.
 
 use super::{EngineName, OnEngine, RecipeArguments, bytes, print_json, progress, table};
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
 use turbomoq::archive::{Archive, Entry};
@@ -29,9 +30,12 @@ pub struct Arguments {
     json: bool,
 }
 
-struct RoundTrip<'a> {
-    cache: &'a PromptCache,
-    recipe: Recipe,
+/// Packs and unpacks a cache; gives the milliseconds of both.
+pub struct RoundTrip<'a> {
+    /// The cache.
+    pub cache: &'a PromptCache,
+    /// How it is packed.
+    pub recipe: Recipe,
 }
 
 impl OnEngine for RoundTrip<'_> {
@@ -57,12 +61,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let (archive, restored, [encode_ms, decode_ms]) =
         arguments.engine.run(RoundTrip { cache: &cache, recipe })?;
     let queries = arguments.queries.as_deref().map(turbomoq::archive::read_tensors).transpose()?;
-    let mut rows = vec![];
-    let layers = cache.layers.iter().zip(&restored.layers).zip(&archive.layers).enumerate();
-    for (i, ((before, after), entry)) in layers {
-        let queries = queries.as_ref().and_then(|q| q.get(&i.to_string()));
-        add_rows(i.to_string(), before, after, entry, queries, &mut rows)?;
-    }
+    let rows = rows(&cache, &restored, &archive, queries.as_ref())?;
     // The file's bytes are those of a real file, written where temporary files go.
     let folder = std::env::temp_dir();
     let file =
@@ -80,6 +79,22 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     show(&report);
     Ok(())
+}
+
+/// One row a packed layer and side. `queries` are by number of the layer.
+pub fn rows(
+    before: &PromptCache,
+    after: &PromptCache,
+    archive: &Archive,
+    queries: Option<&BTreeMap<String, Tensor>>,
+) -> Result<Vec<Row>> {
+    let mut rows = vec![];
+    let layers = before.layers.iter().zip(&after.layers).zip(&archive.layers).enumerate();
+    for (i, ((before, after), entry)) in layers {
+        let queries = queries.and_then(|q| q.get(&i.to_string()));
+        add_rows(i.to_string(), before, after, entry, queries, &mut rows)?;
+    }
+    Ok(rows)
 }
 
 fn add_rows(

@@ -5,6 +5,9 @@
 //! `quantized_matmul` on the packed words as they are.
 
 mod attend;
+mod encode;
+mod frame;
+mod products;
 mod stages;
 mod tables;
 mod trellis;
@@ -12,19 +15,19 @@ mod trellis;
 use crate::attention::{Rules, Segment};
 use crate::codec::{Band, BandGrid, Codec};
 use crate::codes::{Codes, Frame};
-use crate::engine::{Engine, check_queries, check_vectors};
+use crate::engine::{Engine, check_vectors};
 use crate::error::{Error, Result};
-use crate::mlx_ops::{self, slice, wrong_shape};
+use crate::mlx_ops::{self, slice};
 use crate::spec::CodecSpec;
 use crate::tensor::{Dtype, Tensor};
-use mlx_rs::ops::{self, matmul, select};
+use mlx_rs::ops::{self, matmul};
 use mlx_rs::{Array, Dtype as MlxDtype};
-use stages::{dot, finite, num, pack, scale_of, store_scale, unpack, with_last};
+use stages::{num, unpack};
 use std::cell::RefCell;
 use std::collections::HashMap;
 use std::rc::Rc;
 use std::sync::Arc;
-use tables::{BandTables, Tables, native_group};
+use tables::Tables;
 
 /// The MLX engine.
 #[derive(Clone, Default)]
@@ -119,53 +122,6 @@ impl Graph {
         let norm = tables.load_scale(&slice(codes.scales(), 3, at, at + 1)?)?;
         Ok((bits.multiply(num(2.0))?.subtract(num(1.0))?, norm))
     }
-
-    fn encode_bands(&self, codec: &Codec, t: &Array) -> Result<(Array, Array)> {
-        let tables = self.tables(codec)?;
-        let (mut words, mut scales, mut left) = (vec![], vec![], vec![]);
-        for (i, band) in codec.bands().iter().enumerate() {
-            let y = tables.bands[i].rotation.forward(&slice(t, 3, band.start, band.start + band.dim)?)?;
-            let Some(levels) = &tables.bands[i].levels else { return encode_groups(codec, &y) };
-            let yy = dot(&y, &y)?;
-            let good = yy.gt(num(0.0))?.logical_and(finite(&yy)?)?;
-            let u = y.multiply(num(band.dim as f32).divide(&yy)?.sqrt()?)?;
-            // What a bad row gives is undefined up to the mask; its codes are zeros.
-            let zero = Array::from_slice(&[0u32], &[1]);
-            let (codes, c) = match &band.grid {
-                BandGrid::Trellis(trellis) => {
-                    let codes = select(&good, trellis::search(&u, trellis)?, zero)?;
-                    let windows = trellis::windows(&pack(&codes, band.bits)?, trellis, band.dim)?;
-                    (codes, levels.take(windows)?)
-                }
-                grid => {
-                    let codes = select(&good, scalar_codes(&u, grid, &tables.bands[i], band.bits)?, zero)?;
-                    let c = levels.take(&codes)?;
-                    (codes, c)
-                }
-            };
-            let scale = scale_of(codec.spec().scale, &yy, &dot(&c, &y)?, &dot(&c, &c)?, band.dim)?;
-            let stored = store_scale(&scale, codec.format())?;
-            if codec.qjl().is_some() {
-                let rest = y.subtract(c.multiply(tables.load_scale(&stored)?)?)?;
-                left.push(select(&good, rest, num(0.0))?);
-            }
-            words.push(pack(&codes, band.bits)?);
-            scales.push(stored);
-        }
-        if let Some(qjl) = codec.qjl() {
-            let mut left = join(left)?;
-            for s in &tables.projections {
-                let positive = matmul(&left, s.t())?.gt(num(0.0))?;
-                words.push(pack(&positive, 1)?);
-                let stored = store_scale(&dot(&left, &left)?.sqrt()?, codec.format())?;
-                let signs = positive.as_dtype(MlxDtype::Float32)?.multiply(num(2.0))?.subtract(num(1.0))?;
-                let norm = tables.load_scale(&stored)?.multiply(num(qjl.shrunk_factor()))?;
-                left = left.subtract(matmul(signs, s)?.multiply(norm)?)?;
-                scales.push(stored);
-            }
-        }
-        Ok((join(words)?, join(scales)?))
-    }
 }
 
 impl Engine for Graph {
@@ -190,34 +146,7 @@ impl Engine for Graph {
         block: &Array,
         queries: Option<&Array>,
     ) -> Result<Frame<Array>> {
-        let (spec, shape) = (codec.spec(), mlx_ops::shape(block));
-        if shape.len() != 4 || shape[3] != spec.head_dim || shape[2] == 0 {
-            return Err(wrong_shape(block, "block", format!("[B, H, n > 0, {}]", spec.head_dim)));
-        }
-        let block = float(block, "block")?;
-        let centre = centred.then(|| block.mean_axis(2, true)).transpose()?;
-        let centred_block = match &centre {
-            Some(c) => block.subtract(c)?,
-            None => block,
-        };
-        let [b, h, _, d] = [0, 1, 2, 3].map(|i| shape[i] as i32);
-        let mut energy = centred_block.square()?.mean_axis(2, false)?;
-        let mut gain = None;
-        if spec.equalised {
-            let query_energy = queries.map(|q| query_energy(q, b, h, d)).transpose()?;
-            let g = gains(&energy, query_energy.as_ref())?;
-            energy = energy.multiply(g.square()?)?;
-            gain = Some(g);
-        }
-        let mut order = None;
-        if spec.outliers > 0 {
-            let (places, n) = (ops::argsort_axis(energy.negative()?, -1)?, spec.outliers as usize);
-            let part =
-                |start, end| -> Result<Array> { Ok(ops::sort_axis(slice(&places, 2, start, end)?, -1)?) };
-            order = Some(join(vec![part(0, n)?, part(n, spec.head_dim)?])?);
-        }
-        let centre = centre.map(|c| c.reshape(&[b, h, d])).transpose()?;
-        Ok(Frame { centre, gain, order })
+        frame::frame(codec, centred, block, queries)
     }
 
     fn encode(&self, codec: &Arc<Codec>, frame: Frame<Array>, x: &Array) -> Result<Codes<Array>> {
@@ -236,7 +165,7 @@ impl Engine for Graph {
                     inner.scales().reshape(&shape(codec.row_scales()))?,
                 )
             }
-            None => self.encode_bands(codec, &x)?,
+            None => encode::encode_bands(self, codec, &x)?,
         };
         Codes::new(codec.clone(), frame, words, scales)
     }
@@ -272,94 +201,11 @@ impl Engine for Graph {
     }
 
     fn scores(&self, codes: &Codes<Array>, queries: &Array) -> Result<Array> {
-        let (codec, [b, h, t]) = (codes.codec(), codes.shape());
-        let d = codec.spec().head_dim;
-        let (hq, l) = check_queries(codes, "queries", &mlx_ops::shape(queries), d)?;
-        let folded = [b as i32, h as i32, (hq / h * l) as i32, d as i32];
-        let q = float(queries, "queries")?.reshape(&folded)?;
-        let out = [b, hq, l, t].map(|n| n as i32);
-        if codec.channel().is_some() {
-            let keys = self.decode(codes, Dtype::F32)?;
-            return Ok(matmul(q, keys.transpose_axes(&[0, 1, 3, 2])?)?.reshape(&out)?);
-        }
-        let tables = self.tables(codec)?;
-        let entered = enter_query(codes.frame(), &q)?;
-        let mut score: Option<Array> = None;
-        let mut add = |part: Array| -> Result<()> {
-            score = Some(match score.take() {
-                Some(sum) => sum.add(part)?,
-                None => part,
-            });
-            Ok(())
-        };
-        let mut rotated = vec![];
-        for (i, band) in codec.bands().iter().enumerate() {
-            let q =
-                tables.bands[i].rotation.forward(&slice(&entered, 3, band.start, band.start + band.dim)?)?;
-            if codec.affine_group().is_some() {
-                add(matmul(&q, self.rotated_rows(codes, &tables)?.transpose_axes(&[0, 1, 3, 2])?)?)?;
-            } else if let Some(native) = self.native(codes, &tables, i, band)? {
-                add(native.matmul(&q, true)?)?;
-            } else {
-                let c = self.levels(&tables, i, band, codes.words())?;
-                let scale = tables.load_scale(&slice(codes.scales(), 3, i, i + 1)?)?;
-                let product = matmul(&q, c.transpose_axes(&[0, 1, 3, 2])?)?;
-                add(product.multiply(scale.transpose_axes(&[0, 1, 3, 2])?)?)?;
-            }
-            rotated.push(q);
-        }
-        if let Some(qjl) = codec.qjl() {
-            let rotated = join(rotated)?;
-            for round in 0..qjl.rounds() {
-                let (signs, norm) = self.residual(codes, &tables, round)?;
-                let projected = matmul(&rotated, tables.projections[round].t())?;
-                let norm = norm.multiply(num(qjl.factor_for_score(round)))?.transpose_axes(&[0, 1, 3, 2])?;
-                add(matmul(projected, signs.transpose_axes(&[0, 1, 3, 2])?)?.multiply(norm)?)?;
-            }
-        }
-        if let Some(centre) = &codes.frame().centre {
-            add(dot(&q, &centre.expand_dims(2)?)?)?;
-        }
-        Ok(score.ok_or_else(|| unsupported(codec))?.reshape(&out)?)
+        products::scores(self, codes, queries)
     }
 
     fn weighted_sum(&self, codes: &Codes<Array>, weights: &Array) -> Result<Array> {
-        let (codec, [b, h, t]) = (codes.codec(), codes.shape());
-        let (hq, l) = check_queries(codes, "weights", &mlx_ops::shape(weights), t)?;
-        let d = codec.spec().head_dim;
-        let w = float(weights, "weights")?.reshape(&[b, h, hq / h * l, t].map(|n| n as i32))?;
-        let out = [b, hq, l, d].map(|n| n as i32);
-        if codec.channel().is_some() {
-            return Ok(matmul(w, self.decode(codes, Dtype::F32)?)?.reshape(&out)?);
-        }
-        let tables = self.tables(codec)?;
-        // A weight of exact zero hides what is in the row, NaN included (masked and padded tokens).
-        let hidden = w.eq(num(0.0))?;
-        let scaled = |scale: &Array| -> Result<Array> {
-            let product = w.multiply(scale.transpose_axes(&[0, 1, 3, 2])?)?;
-            Ok(select(&hidden, num(0.0), product)?)
-        };
-        let mut sums = vec![];
-        for (i, band) in codec.bands().iter().enumerate() {
-            sums.push(if codec.affine_group().is_some() {
-                matmul(&w, self.rotated_rows(codes, &tables)?)?
-            } else if let Some(native) = self.native(codes, &tables, i, band)? {
-                native.matmul(&w, false)?
-            } else {
-                let scale = tables.load_scale(&slice(codes.scales(), 3, i, i + 1)?)?;
-                matmul(scaled(&scale)?, self.levels(&tables, i, band, codes.words())?)?
-            });
-        }
-        let mut sum = join(sums)?;
-        if let Some(qjl) = codec.qjl() {
-            for round in 0..qjl.rounds() {
-                let (signs, norm) = self.residual(codes, &tables, round)?;
-                let weights = scaled(&norm.multiply(num(qjl.shrunk_factor()))?)?;
-                sum = sum.add(matmul(matmul(weights, signs)?, &tables.projections[round])?)?;
-            }
-        }
-        let out_of_it = leave(codec, codes.frame(), &tables, &sum, Some(&w.sum_axis(-1, true)?))?;
-        Ok(out_of_it.reshape(&out)?)
+        products::weighted_sum(self, codes, weights)
     }
 
     fn attend(&self, segments: &[Segment<Array>], queries: &Array, rules: &Rules<Array>) -> Result<Array> {
@@ -389,50 +235,6 @@ impl Engine for Graph {
 
     fn compact(&self, tensor: &Array) -> Result<Array> {
         Ok(tensor.contiguous()?)
-    }
-}
-
-/// Codes of unit-variance coordinates on a scalar grid.
-fn scalar_codes(u: &Array, grid: &BandGrid, tables: &BandTables, bits: u8) -> Result<Array> {
-    match (grid.scalar().and_then(|g| g.step()), &tables.borders) {
-        (None, Some(borders)) => Ok(borders.search_sorted(u, ops::SearchSide::Right)?),
-        (step, _) => {
-            let (half, top) = ((1u32 << bits) as f32 * 0.5, ((1u32 << bits) - 1) as f32);
-            let place = u.multiply(num(1.0 / step.unwrap_or(1.0)))?.add(num(half))?;
-            Ok(ops::minimum(ops::maximum(place, num(0.0))?, num(top))?.as_dtype(MlxDtype::Uint32)?)
-        }
-    }
-}
-
-/// Packed words with the scales and biases that `quantized_matmul` wants.
-struct Native {
-    words: Array,
-    scales: Array,
-    biases: Array,
-    group: i32,
-    bits: i32,
-}
-
-impl Native {
-    fn matmul(&self, x: &Array, transpose: bool) -> Result<Array> {
-        let (group, bits) = (self.group, self.bits);
-        Ok(ops::quantized_matmul(x, &self.words, &self.scales, &self.biases, transpose, group, bits)?)
-    }
-}
-
-impl Graph {
-    /// A uniform band in MLX's own layout, if it is one.
-    fn native(&self, codes: &Codes<Array>, tables: &Tables, i: usize, band: &Band) -> Result<Option<Native>> {
-        let Some((step, group)) =
-            band.grid.scalar().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
-        else {
-            return Ok(None);
-        };
-        let scale = tables.load_scale(&slice(codes.scales(), 3, i, i + 1)?)?.multiply(num(step))?;
-        let scales = ops::broadcast_to(&scale, &with_last(&scale, &[band.dim as i32 / group]))?;
-        let biases = scales.multiply(num(-0.5 * ((1u32 << band.bits) - 1) as f32))?;
-        let words = slice(codes.words(), 3, band.word, band.word + band.words)?;
-        Ok(Some(Native { words, scales, biases, group, bits: band.bits.into() }))
     }
 }
 
@@ -517,60 +319,4 @@ fn leave(
         };
     }
     Ok(x)
-}
-
-/// Codes, scales and biases of affine groups, by the rule of [`crate::grid::affine_range`].
-fn encode_groups(codec: &Codec, y: &Array) -> Result<(Array, Array)> {
-    let group = codec.affine_group().ok_or_else(|| unsupported(codec))? as i32;
-    let n = y.shape()[3];
-    let x = y.reshape(&with_last(y, &[n / group, group]))?;
-    let top = num(((1u32 << codec.spec().bits) - 1) as f32);
-    let (low, high) = (x.min_axis(-1, true)?, x.max_axis(-1, true)?);
-    let step = ops::maximum(high.subtract(&low)?.divide(&top)?, num(1e-7))?;
-    let from_low = low.abs()?.gt(high.abs()?)?;
-    let edge = select(&from_low, &low, &high)?;
-    let step = select(&from_low, &step, step.negative()?)?;
-    let steps = edge.divide(&step)?.round(0)?;
-    let on_zero = steps.eq(num(0.0))?;
-    let half = |x: Array| -> Result<Array> {
-        Ok(ops::minimum(ops::maximum(x, num(-65504.0))?, num(65504.0))?.as_dtype(MlxDtype::Float16)?)
-    };
-    let scale = half(select(&on_zero, &step, edge.divide(&steps)?)?)?;
-    let bias = half(select(&on_zero, num(0.0), &edge)?)?;
-    let (s, z) = (scale.as_dtype(MlxDtype::Float32)?, bias.as_dtype(MlxDtype::Float32)?);
-    let place = x.subtract(z)?.divide(&s)?.round(0)?;
-    let place = ops::minimum(ops::maximum(place, num(0.0))?, &top)?;
-    let place = select(s.eq(num(0.0))?.logical_or(ops::is_nan(&place)?)?, num(0.0), place)?;
-    let codes = place.as_dtype(MlxDtype::Uint32)?.reshape(y.shape())?;
-    let flat = |a: Array| a.reshape(&with_last(y, &[n / group]));
-    Ok((pack(&codes, codec.spec().bits)?, join(vec![flat(scale)?, flat(bias)?])?))
-}
-
-/// Mean square of the query heads that share a KV head, [B, H, D].
-fn query_energy(q: &Array, b: i32, h: i32, d: i32) -> Result<Array> {
-    let shape = q.shape();
-    if shape.len() != 4 || shape[0] != b || shape[1] % h != 0 || shape[3] != d || shape[2] == 0 {
-        return Err(wrong_shape(q, "queries", format!("[{b}, a multiple of {h}, m > 0, {d}]")));
-    }
-    let folded = [b, h, shape[1] / h * shape[2], d];
-    Ok(float(q, "queries")?.reshape(&folded)?.square()?.mean_axis(2, false)?)
-}
-
-/// The gains of [`crate::frame::gains`].
-fn gains(keys: &Array, queries: Option<&Array>) -> Result<Array> {
-    let shape = keys.shape().to_vec();
-    let half = shape[2] / 2;
-    // Pair sums and the floor under them.
-    let pairs = |e: &Array| -> Result<Array> {
-        let floor = e.sum_axis(-1, true)?.multiply(num(1e-3 / half as f32))?.add(num(1e-30))?;
-        let pair = e.reshape(&[shape[0], shape[1], 2, half])?.sum_axis(2, false)?;
-        Ok(pair.add(floor)?)
-    };
-    let mut log = pairs(keys)?.log()?.negative()?;
-    if let Some(q) = queries {
-        log = log.add(pairs(q)?.log()?)?;
-    }
-    let log = log.multiply(num(0.25))?;
-    let gain = log.subtract(log.mean_axis(-1, true)?)?.exp()?;
-    join(vec![gain.clone(), gain])
 }

@@ -40,6 +40,15 @@ pub fn specs(dim: usize) -> Vec<CodecSpec> {
     list.push(CodecSpec { rotation: RotationKind::Identity, grid: Grid::Uniform, ..base });
     list.push(CodecSpec { rotation: RotationKind::Dense, bits: 3, ..base });
     list.push(CodecSpec { equalised: true, bits: 3, ..base });
+    for bits in 1..=4 {
+        list.push(CodecSpec {
+            grid: Grid::Trellis { states: 8 },
+            bits,
+            scale: ScaleRule::LeastSquares,
+            ..base
+        });
+    }
+    list.push(CodecSpec { grid: Grid::Trellis { states: 10 }, bits: 2, ..base });
     list.push(CodecSpec { grid: Grid::Fitted, bits: 3, ..base });
     list.push(CodecSpec { bits: 2, outliers: if dim < 64 { 16 } else { 32 }, equalised: true, ..base });
     list.push(CodecSpec { bits: 2, residual: Residual::Qjl { projections: 64, rounds: 1 }, ..base });

@@ -1,0 +1,62 @@
+//! The original system's Quick Start, snippet by snippet, in Rust: `cargo run --release --example quickstart`.
+
+use turbomoq::compressor::Compressor;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::rng::Rng;
+use turbomoq::spec::Side;
+use turbomoq::{Recipe, Result, Tensor};
+
+/// Stand-in for a model's cache: [B, H, T, D] with normal values.
+fn sample(stream: u64) -> Result<Tensor> {
+    let shape = [1, 8, 512, 128];
+    let mut rng = Rng::new(42, stream);
+    Tensor::new(&shape, (0..shape.iter().product()).map(|_| rng.normal() as f32).collect())
+}
+
+fn main() -> Result<()> {
+    let layers = (0..4).map(|i| Ok((sample(2 * i)?, sample(2 * i + 1)?))).collect::<Result<Vec<_>>>()?;
+
+    println!("-- compress a KV cache");
+    let recipe: Recipe = "turbomoq@4/4".parse()?;
+    let mut compressor = Compressor::new(recipe);
+    // Optional: fit the codebooks to sample data.
+    for (layer, (keys, values)) in layers.iter().enumerate() {
+        compressor.calibrate(layer, keys, values)?;
+    }
+    let compressed = compressor.compress(layers.iter().map(|(k, v)| (k, v)))?;
+    println!("{:?}", compressed.stats());
+    let restored = compressor.decompress(&compressed)?;
+    println!("restored {} layers, keys {:?}", restored.len(), restored[0].0.shape());
+
+    println!("-- stages on an engine: rotate, quantize, look up, score");
+    let codec = compressor.codec(Side::Key, 0, 128)?.expect("keys are packed");
+    let (keys, queries) = (&layers[0].0, sample(99)?.slice(2, 0, 1)?);
+    let codes = Cpu.encode(&codec, Default::default(), keys)?;
+    println!("{}: {} bytes a vector", codec.spec(), codec.row_bytes());
+    println!("scores of packed keys {:?}", Cpu.scores(&codes, &queries)?.shape());
+
+    #[cfg(feature = "mlx")]
+    {
+        println!("-- the same as a lazy MLX graph");
+        let graph = turbomoq::graph::Graph::new();
+        let codes = graph.encode(&codec, Default::default(), &graph.put(keys)?)?;
+        let scores = graph.scores(&codes, &graph.put(&queries)?)?;
+        println!("scores of packed keys {:?}", graph.get(&scores)?.shape());
+    }
+
+    println!("-- QJL residual at sub-2-bit widths, and what beats it at equal bits");
+    for text in [
+        "key=d128:b1:plain:f16:lloyd,value=exact",
+        "key=d128:b1:plain:f16:lloyd:qjl128x1,value=exact",
+        "key=d128:b2:trellis8:least-squares:f16,value=exact",
+    ] {
+        let compressor = Compressor::new(text.parse()?);
+        let layer = compressor.compress_layer(0, &layers[0].0, &layers[0].1)?;
+        let back = compressor.decompress_side(&layer.key)?;
+        let row = turbomoq::report::compare("0".into(), Side::Key, &layer.key, &layers[0].0, &back, None)?;
+        let bits = 8.0 * layer.key.nbytes() as f64 / layer.key.elements() as f64;
+        println!("{text}: cosine {:.3} at {bits:.2} stored bits", row.cosine);
+    }
+    Ok(())
+}

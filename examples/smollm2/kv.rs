@@ -1,0 +1,50 @@
+//! `--kv`: names the caches of a model and makes one for each layer. A new kind of cache is plugged in here.
+
+use crate::Result;
+use crate::cache::{Attend, Float, Half};
+use crate::model::{Model, Session};
+use crate::rebuilt::Rebuilt;
+use std::fmt;
+use std::str::FromStr;
+use turbomoq::Recipe;
+
+/// The float cache, or a recipe as it was written.
+#[derive(Clone, Debug)]
+pub enum Kv {
+    Float,
+    Packed { name: String, recipe: Recipe },
+}
+
+impl FromStr for Kv {
+    type Err = turbomoq::Error;
+    fn from_str(text: &str) -> Result<Kv, turbomoq::Error> {
+        match text {
+            "float" => Ok(Kv::Float),
+            _ => Ok(Kv::Packed { name: text.into(), recipe: text.parse()? }),
+        }
+    }
+}
+
+impl fmt::Display for Kv {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Kv::Float => "float",
+            Kv::Packed { name, .. } => name,
+        })
+    }
+}
+
+impl Kv {
+    /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
+    pub fn session<'a>(&self, model: &'a Model, half: bool) -> Result<Session<'a>> {
+        let head_dim = model.config.head_dim as usize;
+        model.session(|layer| match self {
+            Kv::Float => Ok(boxed(Float::default(), half)),
+            Kv::Packed { recipe, .. } => Ok(boxed(Rebuilt::new(recipe, layer, head_dim)?, half)),
+        })
+    }
+}
+
+fn boxed(cache: impl Attend + 'static, half: bool) -> Box<dyn Attend> {
+    if half { Box::new(Half(cache)) } else { Box::new(cache) }
+}

@@ -1,0 +1,164 @@
+//! A cache that packs tokens as its recipe says and keeps what they decode to: the figures of a packed cache, not its memory.
+//!
+//! The first `sinks` tokens stay exact, and so do the newest `window..window + 128`: when a token comes and that many are there,
+//! the oldest 128 leave, are encoded, decoded, and read by attention as decoded rows from then on. The frame comes from the first
+//! block. Many tokens at once are taken in up to the next such border at a time, so a chunk gives what its tokens one by one give.
+//! With a window of 0 nothing waits: tokens are packed before their own queries read them, as mlx-lm's quantized cache does.
+
+use crate::Result;
+use crate::cache::{Attend, Usage, attention};
+use mlx_rs::Array;
+use mlx_rs::ops::concatenate;
+use std::sync::Arc;
+use turbomoq::codec::Codec;
+use turbomoq::codes::Frame;
+use turbomoq::compressor::BLOCK;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::mlx_ops::{get, put, slice};
+use turbomoq::spec::Side;
+use turbomoq::tensor::Dtype;
+use turbomoq::{Compressor, Recipe, Tensor};
+
+/// The cache of one layer.
+pub struct Rebuilt {
+    sides: [Store; 2],
+    sinks: usize,
+    window: usize,
+    tile: usize,
+}
+
+/// Keys or values.
+struct Store {
+    /// `None` for a side that stays exact.
+    codec: Option<Arc<Codec>>,
+    centred: bool,
+    frame: Option<Frame<Tensor>>,
+    head: Option<Array>,
+    body: Option<Array>,
+    tail: Option<Array>,
+    packed_bytes: usize,
+}
+
+impl Rebuilt {
+    /// An empty cache of layer `layer`.
+    pub fn new(recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Rebuilt> {
+        let compressor = Compressor::new(recipe.clone());
+        let store = |side: Side| -> Result<Store> {
+            Ok(Store {
+                codec: compressor.codec(side, layer, head_dim)?,
+                centred: recipe.centred && side == Side::Key,
+                frame: None,
+                head: None,
+                body: None,
+                tail: None,
+                packed_bytes: 0,
+            })
+        };
+        let sides = [store(Side::Key)?, store(Side::Value)?];
+        Ok(Rebuilt { sides, sinks: recipe.sinks, window: recipe.window, tile: recipe.tile() })
+    }
+
+    fn waiting(&self) -> usize {
+        length(&self.sides[0].tail)
+    }
+
+    fn leave(&mut self, tokens: usize) -> Result<()> {
+        self.sides.iter_mut().try_for_each(|side| side.leave(tokens))
+    }
+}
+
+impl Attend for Rebuilt {
+    fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
+        let (tokens, mut done, mut parts) = (q.shape()[2] as usize, 0, vec![]);
+        while done < tokens {
+            if self.window > 0 && self.waiting() == self.window + BLOCK {
+                self.leave(BLOCK)?;
+            }
+            let end = tokens.min(done + self.window + BLOCK - self.waiting());
+            for (side, x) in self.sides.iter_mut().zip([k, v]) {
+                side.append(&slice(x, 2, done, end)?, self.sinks)?;
+            }
+            if self.window == 0 {
+                self.leave(self.waiting() / self.tile * self.tile)?;
+            }
+            let [keys, values] = [self.sides[0].whole()?, self.sides[1].whole()?];
+            parts.push(attention(&slice(q, 2, done, end)?, &keys, &values, scale)?);
+            done = end;
+        }
+        Ok(concatenate(&parts, 2)?)
+    }
+
+    fn usage(&self) -> Usage {
+        self.sides.iter().map(Store::usage).fold(Usage::default(), Usage::add)
+    }
+}
+
+impl Store {
+    fn append(&mut self, x: &Array, sinks: usize) -> Result<()> {
+        let tokens = x.shape()[2] as usize;
+        let first = tokens.min(sinks - length(&self.head));
+        join(&mut self.head, slice(x, 2, 0, first)?)?;
+        join(&mut self.tail, slice(x, 2, first, tokens)?)
+    }
+
+    /// Packs the oldest tokens of the tail.
+    fn leave(&mut self, tokens: usize) -> Result<()> {
+        let Some(tail) = self.tail.take_if(|_| tokens > 0) else { return Ok(()) };
+        let oldest = slice(&tail, 2, 0, tokens)?;
+        join(&mut self.tail, slice(&tail, 2, tokens, tail.shape()[2] as usize)?)?;
+        let Some(codec) = &self.codec else { return join(&mut self.body, oldest) };
+        let oldest = get(&oldest)?;
+        let frame = match &self.frame {
+            Some(frame) => frame.clone(),
+            None => {
+                let frame = Cpu.frame(codec, self.centred, &oldest, None)?;
+                self.packed_bytes += frame.nbytes();
+                self.frame.insert(frame).clone()
+            }
+        };
+        let codes = Cpu.encode(codec, frame, &oldest)?;
+        self.packed_bytes += codes.words().nbytes() + codes.scales().nbytes();
+        join(&mut self.body, put(&Cpu.decode(&codes, Dtype::F32)?)?)
+    }
+
+    /// All tokens, as attention reads them.
+    fn whole(&self) -> Result<Array> {
+        let parts: Vec<&Array> = [&self.head, &self.body, &self.tail].into_iter().flatten().collect();
+        Ok(concatenate(&parts, 2)?)
+    }
+
+    fn usage(&self) -> Usage {
+        let sum = |parts: &[&Option<Array>], f: fn(&Array) -> usize| -> usize {
+            parts.iter().copied().flatten().map(f).sum()
+        };
+        let all = [&self.head, &self.body, &self.tail];
+        match self.codec {
+            Some(_) => Usage {
+                bytes: sum(&[&self.head, &self.tail], Array::nbytes) + self.packed_bytes,
+                stored_bytes: self.packed_bytes,
+                stored_values: sum(&[&self.body], Array::size),
+            },
+            None => Usage {
+                bytes: sum(&all, Array::nbytes),
+                stored_bytes: sum(&all, Array::nbytes),
+                stored_values: sum(&all, Array::size),
+            },
+        }
+    }
+}
+
+fn length(x: &Option<Array>) -> usize {
+    x.as_ref().map_or(0, |x| x.shape()[2] as usize)
+}
+
+/// Appends tokens to an array of them; nothing stays `None`.
+fn join(to: &mut Option<Array>, x: Array) -> Result<()> {
+    if x.shape()[2] > 0 {
+        *to = Some(match to.take() {
+            Some(old) => concatenate(&[old, x], 2)?,
+            None => x,
+        });
+    }
+    Ok(())
+}

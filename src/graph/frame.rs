@@ -1,0 +1,74 @@
+//! Frames as MLX graphs: centre, gains and channel order of a block, by the rules of [`crate::frame`].
+
+use super::stages::num;
+use super::{float, join};
+use crate::codec::Codec;
+use crate::codes::Frame;
+use crate::error::Result;
+use crate::mlx_ops::{self, slice, wrong_shape};
+use mlx_rs::{Array, ops};
+
+/// See [`crate::engine::Engine::frame`].
+pub(super) fn frame(
+    codec: &Codec,
+    centred: bool,
+    block: &Array,
+    queries: Option<&Array>,
+) -> Result<Frame<Array>> {
+    let (spec, shape) = (codec.spec(), mlx_ops::shape(block));
+    if shape.len() != 4 || shape[3] != spec.head_dim || shape[2] == 0 {
+        return Err(wrong_shape(block, "block", format!("[B, H, n > 0, {}]", spec.head_dim)));
+    }
+    let block = float(block, "block")?;
+    let centre = centred.then(|| block.mean_axis(2, true)).transpose()?;
+    let centred_block = match &centre {
+        Some(c) => block.subtract(c)?,
+        None => block,
+    };
+    let [b, h, _, d] = [0, 1, 2, 3].map(|i| shape[i] as i32);
+    let mut energy = centred_block.square()?.mean_axis(2, false)?;
+    let mut gain = None;
+    if spec.equalised {
+        let query_energy = queries.map(|q| query_energy(q, b, h, d)).transpose()?;
+        let g = gains(&energy, query_energy.as_ref())?;
+        energy = energy.multiply(g.square()?)?;
+        gain = Some(g);
+    }
+    let mut order = None;
+    if spec.outliers > 0 {
+        let (places, n) = (ops::argsort_axis(energy.negative()?, -1)?, spec.outliers as usize);
+        let part = |start, end| -> Result<Array> { Ok(ops::sort_axis(slice(&places, 2, start, end)?, -1)?) };
+        order = Some(join(vec![part(0, n)?, part(n, spec.head_dim)?])?);
+    }
+    let centre = centre.map(|c| c.reshape(&[b, h, d])).transpose()?;
+    Ok(Frame { centre, gain, order })
+}
+
+/// Mean square of the query heads that share a KV head, [B, H, D].
+fn query_energy(q: &Array, b: i32, h: i32, d: i32) -> Result<Array> {
+    let shape = q.shape();
+    if shape.len() != 4 || shape[0] != b || shape[1] % h != 0 || shape[3] != d || shape[2] == 0 {
+        return Err(wrong_shape(q, "queries", format!("[{b}, a multiple of {h}, m > 0, {d}]")));
+    }
+    let folded = [b, h, shape[1] / h * shape[2], d];
+    Ok(float(q, "queries")?.reshape(&folded)?.square()?.mean_axis(2, false)?)
+}
+
+/// The gains of [`crate::frame::gains`].
+fn gains(keys: &Array, queries: Option<&Array>) -> Result<Array> {
+    let shape = keys.shape().to_vec();
+    let half = shape[2] / 2;
+    // Pair sums and the floor under them.
+    let pairs = |e: &Array| -> Result<Array> {
+        let floor = e.sum_axis(-1, true)?.multiply(num(1e-3 / half as f32))?.add(num(1e-30))?;
+        let pair = e.reshape(&[shape[0], shape[1], 2, half])?.sum_axis(2, false)?;
+        Ok(pair.add(floor)?)
+    };
+    let mut log = pairs(keys)?.log()?.negative()?;
+    if let Some(q) = queries {
+        log = log.add(pairs(q)?.log()?)?;
+    }
+    let log = log.multiply(num(0.25))?;
+    let gain = log.subtract(log.mean_axis(-1, true)?)?.exp()?;
+    join(vec![gain.clone(), gain])
+}
