@@ -30,7 +30,7 @@ impl Place {
 
     fn run(&self, arguments: &str) -> Output {
         let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
-        command.current_dir(self.0.path()).args(arguments.split(' ')).output().unwrap()
+        command.current_dir(self.0.path()).args(arguments.split_whitespace()).output().unwrap()
     }
 
     fn good(&self, arguments: &str) -> String {
@@ -194,7 +194,7 @@ fn errors_name_the_file_and_the_value() {
         place.bad(arguments, 1, words);
     }
     for (arguments, word) in [
-        ("", "compress"),
+        ("", "Usage"),
         ("pack in.safetensors", "pack"),
         ("compress", "INPUT"),
         ("compress in.safetensors --engine tpu", "tpu"),
