@@ -4,7 +4,7 @@
 //! kept beyond a chunk.
 
 use crate::Result;
-use crate::kv::Kv;
+use crate::kv::{Form, Kv};
 use crate::measure::{Logits, Measure};
 use crate::model::{Model, Session};
 use crate::tokenizer::Text;
@@ -35,6 +35,9 @@ pub struct Arguments {
     /// Hand the recipes' caches f16 keys and values, as a model in half precision does
     #[arg(long)]
     half: bool,
+    /// How packed caches are held
+    #[arg(long, value_enum, default_value = "rebuilt")]
+    form: Form,
 }
 
 /// The figures of one recipe on one text.
@@ -81,8 +84,8 @@ fn run_text(model: &Model, text: &Text, arguments: &Arguments, path: &Path) -> R
         .get(..ctx)
         .ok_or_else(|| format!("{} has {} tokens, --ctx asks for {ctx}", path.display(), tokens.len()))?;
     let others = arguments.kv.iter().filter(|kv| arguments.half || !matches!(kv, Kv::Float));
-    let others = others.map(|kv| Run::new(kv.to_string(), kv.session(model, arguments.half)));
-    let float = Run::new("float".into(), Kv::Float.session(model, false));
+    let others = others.map(|kv| Run::new(kv.to_string(), kv.session(model, arguments.half, arguments.form)));
+    let float = Run::new("float".into(), Kv::Float.session(model, false, arguments.form));
     let mut runs: Vec<Run> = std::iter::once(float).chain(others).collect::<Result<_>>()?;
     let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
     let bar = ProgressBar::new(ctx as u64);

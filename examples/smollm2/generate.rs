@@ -1,7 +1,7 @@
 //! `generate`: an answer token by token, the likeliest or drawn from the head of the distribution (top-p).
 
 use crate::Result;
-use crate::kv::Kv;
+use crate::kv::{Form, Kv};
 use crate::model::Model;
 use crate::tokenizer::Text;
 use std::io::Write;
@@ -16,6 +16,9 @@ pub struct Arguments {
     /// Cache: `float`, a preset such as `best@3/3` or a whole recipe
     #[arg(long, default_value = "float")]
     kv: Kv,
+    /// How packed caches are held
+    #[arg(long, value_enum, default_value = "cpu")]
+    form: Form,
     /// Continue the text as it is, without the chat form
     #[arg(long)]
     raw: bool,
@@ -42,7 +45,7 @@ pub fn run(model: &Model, text: &Text, arguments: &Arguments) -> Result<()> {
     if prompt.is_empty() {
         return Err("the prompt has no token".into());
     }
-    let mut session = arguments.kv.session(model, false)?;
+    let mut session = arguments.kv.session(model, false, arguments.form)?;
     let mut rng = Rng::new(arguments.seed, 0);
     let start = Instant::now();
     let mut states = session.states(&prompt)?;

@@ -2,17 +2,30 @@
 
 use crate::Result;
 use crate::cache::{Attend, Float, Half};
+use crate::live::Live;
 use crate::model::{Model, Session};
 use crate::rebuilt::Rebuilt;
 use std::fmt;
 use std::str::FromStr;
 use turbomoq::Recipe;
+use turbomoq::graph::Graph;
 
 /// The float cache, or a recipe as it was written.
 #[derive(Clone, Debug)]
 pub enum Kv {
     Float,
     Packed { name: String, recipe: Recipe },
+}
+
+/// How a packed cache is held.
+#[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
+pub enum Form {
+    /// Packed, and read by attention as what it decodes to: the same figures, fastest here
+    Rebuilt,
+    /// Packed, attention on the packed form on the CPU engine
+    Cpu,
+    /// Packed, attention on the packed form as MLX graphs
+    Mlx,
 }
 
 impl FromStr for Kv {
@@ -36,11 +49,16 @@ impl fmt::Display for Kv {
 
 impl Kv {
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
-    pub fn session<'a>(&self, model: &'a Model, half: bool) -> Result<Session<'a>> {
+    pub fn session<'a>(&self, model: &'a Model, half: bool, form: Form) -> Result<Session<'a>> {
         let head_dim = model.config.head_dim as usize;
+        let graph = Graph::new();
         model.session(|layer| match self {
             Kv::Float => Ok(boxed(Float::default(), half)),
-            Kv::Packed { recipe, .. } => Ok(boxed(Rebuilt::new(recipe, layer, head_dim)?, half)),
+            Kv::Packed { recipe, .. } => Ok(match form {
+                Form::Rebuilt => boxed(Rebuilt::new(recipe, layer, head_dim)?, half),
+                Form::Cpu => boxed(Live::cpu(recipe, layer, head_dim)?, half),
+                Form::Mlx => boxed(Live::mlx(&graph, recipe, layer, head_dim)?, half),
+            }),
         })
     }
 }

@@ -9,6 +9,7 @@ mod eval;
 mod generate;
 mod gguf;
 mod kv;
+mod live;
 mod measure;
 mod model;
 mod rebuilt;

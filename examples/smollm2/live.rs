@@ -1,0 +1,58 @@
+//! The packed cache itself behind the model: attention reads the packed form, on the engine that is asked for.
+
+use crate::Result;
+use crate::cache::{Attend, Usage};
+use mlx_rs::Array;
+use turbomoq::Recipe;
+use turbomoq::attention::{Rules, Stored};
+use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::codes::Buffer;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::graph::Graph;
+use turbomoq::mlx_ops::{get, put};
+
+/// A layer's cache and the way of arrays into its engine and back.
+pub struct Live<E: Engine> {
+    cache: LayerCache<E>,
+    enter: fn(&Array) -> turbomoq::Result<E::Tensor>,
+    leave: fn(E::Tensor) -> turbomoq::Result<Array>,
+}
+
+impl Live<Cpu> {
+    /// A cache on the CPU engine.
+    pub fn cpu(recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Cpu>> {
+        let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
+        Ok(Live { cache: LayerCache::new(Cpu, recipe, layer, shape)?, enter: get, leave: |x| put(&x) })
+    }
+}
+
+impl Live<Graph> {
+    /// A cache on the MLX engine.
+    pub fn mlx(graph: &Graph, recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Graph>> {
+        let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
+        let cache = LayerCache::new(graph.clone(), recipe, layer, shape)?;
+        Ok(Live { cache, enter: |x| Ok(x.clone()), leave: Ok })
+    }
+}
+
+impl<E: Engine + Clone> Attend for Live<E> {
+    fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
+        let [q, k, v] = [q, k, v].map(self.enter);
+        Ok((self.leave)(self.cache.update_and_attend(&q?, &k?, &v?, &Rules::causal(scale))?)?)
+    }
+
+    fn usage(&self) -> Usage {
+        let mut usage = Usage { bytes: self.cache.nbytes(), ..Usage::default() };
+        for segment in self.cache.segments() {
+            for side in [&segment.keys, &segment.values] {
+                if let Stored::Packed(codes) = side {
+                    let [b, h, t] = codes.shape();
+                    usage.stored_bytes += codes.words().nbytes() + codes.scales().nbytes();
+                    usage.stored_values += b * h * t * side.dim();
+                }
+            }
+        }
+        usage
+    }
+}
