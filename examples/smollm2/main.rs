@@ -3,6 +3,7 @@
 //! `examples/smollm2/setup.sh` fetches the model. Then, for example:
 //! `cargo run --release --example smollm2 -- generate "What is the capital of France?" --kv best@3/3`
 //! `cargo run --release --example smollm2 -- eval text.txt --kv turboquant-mse@3/3,sinks=4,window=128 --kv best@3/3 --svg kl.svg`
+//! `cargo run` sets `OPENBLAS_CORETYPE` (.cargo/config.toml); started without cargo, set it too, or OpenBLAS may run at half speed.
 
 mod cache;
 mod eval;
