@@ -58,7 +58,7 @@ fn bandwidth() -> f64 {
     let data = vec![1u64; 32 << 20];
     let read =
         || data.par_chunks(1 << 16).map(|c| c.iter().fold(0u64, |a, b| a ^ b)).reduce(|| 0, |a, b| a ^ b);
-    8.0 * data.len() as f64 / least(8, || read()).as_nanos() as f64
+    8.0 * data.len() as f64 / least(8, read).as_nanos() as f64
 }
 
 fn least<T>(times: usize, f: impl Fn() -> T) -> Duration {

@@ -1,13 +1,12 @@
-//! Blocks of tokens of one side on their way to f32 tiles, and queries on their way to the domain of a side.
+//! Blocks of tokens of one side on their way to f32 tiles.
 //!
-//! A tile row times its factor is the token in the domain where its scores and sums are formed: as it is for exact rows, centred and
-//! rotated for packed ones. Integer scores: a query in eight bits is off by at most half a step, max|q| / 127, in each channel; with
-//! crest C = max|q| / rms(q) that adds noise of relative variance C^2 / (12 * 127^2) to a score, and rounding the levels of a
-//! table to eight bits adds E, their mean square error. The grid's own is D (relative MSE). A query whose C^2 / 193548 + E is
-//! above D / 100 keeps the exact form, so the noise that integers add stays below a tenth of the grid's (root mean square).
+//! A tile row times its factor is the token in the domain where its scores and sums are formed: as it is for exact rows, centred
+//! and rotated for packed ones.
 
-use super::rows::{Door, Tables};
-use super::simd::{self, Bytes, Small};
+use super::dense::{piece, pieces};
+use super::domain::{Domain, Ready};
+use super::rows::Door;
+use super::simd::{self, Small};
 use crate::attention::Stored;
 use crate::codec::{BandGrid, Codec, Prepared, Scratch};
 use crate::codes::Frame;
@@ -16,12 +15,8 @@ use crate::frame::RowFrame;
 use crate::spec::ScaleFormat;
 use crate::tensor::{Element, Tensor};
 use half::{bf16, f16};
-use ndarray::Axis;
 use pulp::{Simd, WithSimd};
 use std::sync::Arc;
-
-/// Least relative MSE of a scalar grid of 2 and 4 bits on 64 channels or more (Lloyd-Max: 0.116, 0.0091), and of the uniform one.
-const GRID_ERROR: [[f32; 2]; 2] = [[0.115, 0.009], [0.118, 0.0115]];
 
 /// Keys or values of a segment.
 pub(super) struct Side {
@@ -31,7 +26,7 @@ pub(super) struct Side {
 
 enum Source {
     Exact(Tensor),
-    Packed { codec: Arc<Codec>, frame: Frame<Tensor>, words: Tensor, scales: Tensor, small: Option<Small> },
+    Packed { codec: Arc<Codec>, frame: Frame<Tensor>, words: Tensor, scales: Tensor },
 }
 
 /// The tokens of one head of a side.
@@ -59,24 +54,6 @@ impl Scales<'_> {
     }
 }
 
-/// The same elements with every head in one piece; shared where they are so already.
-fn pieces(t: &Tensor) -> Tensor {
-    fn whole<T: Element>(t: &Tensor) -> bool {
-        T::unwrap(t).is_some_and(|a| {
-            a.is_empty()
-                || a.view().index_axis_move(Axis(0), 0).index_axis_move(Axis(0), 0).to_slice().is_some()
-        })
-    }
-    let in_pieces =
-        whole::<f32>(t) || whole::<f16>(t) || whole::<bf16>(t) || whole::<u32>(t) || whole::<u8>(t);
-    if in_pieces { t.clone() } else { t.compact() }
-}
-
-/// One head of what [`pieces`] gave.
-fn piece<T: Element>(t: &Tensor, [batch, head]: [usize; 2]) -> Option<&[T]> {
-    T::unwrap(t)?.view().index_axis_move(Axis(0), batch).index_axis_move(Axis(0), head).to_slice()
-}
-
 impl Side {
     pub(super) fn new(stored: &Stored<Tensor>) -> Result<Side> {
         let source = match stored {
@@ -89,7 +66,6 @@ impl Side {
                 frame: codes.frame().clone(),
                 words: pieces(codes.words()),
                 scales: pieces(codes.scales()),
-                small: small(codes.codec()),
             },
         };
         Ok(Side { dim: stored.dim(), source })
@@ -103,18 +79,23 @@ impl Side {
         }
     }
 
-    pub(super) fn rows(&self, head: [usize; 2]) -> Rows<'_> {
+    /// The tokens of a head; `small` is that of the side's domain.
+    pub(super) fn rows<'a>(&'a self, head: [usize; 2], small: Option<&'a Small>) -> Rows<'a> {
         let rows = match &self.source {
             Source::Exact(t @ Tensor::F16(_)) => piece(t, head).map(Rows::F16),
             Source::Exact(t @ Tensor::BF16(_)) => piece(t, head).map(Rows::BF16),
             Source::Exact(t) => piece(t, head).map(Rows::F32),
-            Source::Packed { codec, words, scales, small, .. } => {
+            Source::Packed { codec, words, scales, .. } => {
                 let scales = match codec.format() {
                     ScaleFormat::F16 => piece(scales, head).map(Scales::F16),
                     ScaleFormat::Log8 => piece(scales, head).map(Scales::Log8),
                 };
-                let (words, small) = (piece(words, head), small.as_ref());
-                words.zip(scales).map(|(words, scales)| Rows::Packed { codec, small, words, scales })
+                piece(words, head).zip(scales).map(|(words, scales)| Rows::Packed {
+                    codec,
+                    small,
+                    words,
+                    scales,
+                })
             }
         };
         rows.expect("every head in one piece")
@@ -144,138 +125,7 @@ impl Side {
             Source::Exact(_) => (None, Frame::default()),
             Source::Packed { codec, frame, .. } => (Some(codec.clone()), frame.clone()),
         };
-        Ok(Domain { tables: Tables::new(&frame, self.dim)?, codec })
-    }
-}
-
-/// The levels of a codec whose rows are one band of up to four bits.
-fn small(codec: &Codec) -> Option<Small> {
-    let [band] = codec.bands() else { return None };
-    let grid = band.grid.scalar()?;
-    if band.bits > 4 || band.dim % 8 != 0 || codec.qjl().is_some() {
-        return None;
-    }
-    let table = grid.levels();
-    let levels: [f32; 16] = std::array::from_fn(|c| table[c % table.len()]);
-    if let Some(step) = grid.step() {
-        let middle = 0.5 * (table.len() - 1) as f32;
-        let bytes = std::array::from_fn(|c| (c % table.len()) as i8);
-        return Some(Small { bits: band.bits, levels, bytes, unit: step, middle, error: 0.0 });
-    }
-    let top = levels.iter().fold(0f32, |top, l| top.max(l.abs())).max(f32::MIN_POSITIVE);
-    let round = |unit: f32| levels.map(|l| (l / unit).round().clamp(-127.0, 127.0) as i8);
-    let below = |u: f32| 0.5 * libm::erfcf(-u * std::f32::consts::FRAC_1_SQRT_2);
-    let error = |unit: f32| -> f32 {
-        let edge = |c: usize| grid.borders().get(c).map_or(1.0, |&b| below(b));
-        let cells = (0..table.len()).map(|c| edge(c) - if c == 0 { 0.0 } else { edge(c - 1) });
-        let miss = levels.iter().zip(round(unit)).map(|(l, b)| (l - unit * f32::from(b)).powi(2));
-        cells.zip(miss).map(|(p, m)| p * m).sum()
-    };
-    // The unit with the least error, of those that use 96 to 127 of the 127 steps.
-    let units = (0..125).map(|i| top / (96.0 + 0.25 * i as f32));
-    let unit = units.min_by(|a, b| error(*a).total_cmp(&error(*b)))?;
-    Some(Small { bits: band.bits, levels, bytes: round(unit), unit, middle: 0.0, error: error(unit) })
-}
-
-/// A place where queries are taken and sums come from.
-pub(super) struct Domain {
-    codec: Option<Arc<Codec>>,
-    tables: Tables,
-}
-
-/// The queries of a head in a domain.
-pub(super) struct Ready {
-    /// Rows padded to a multiple of eight channels.
-    pub rows: Vec<f32>,
-    pub bias: Vec<f32>,
-    /// For codecs with a residual.
-    prepared: Vec<Prepared>,
-    bytes: Option<Bytes>,
-    /// Rows that are too uneven for eight bits, and where they stand: each query by itself, so that its neighbours do not matter.
-    uneven: Vec<f32>,
-    places: Vec<usize>,
-}
-
-impl Domain {
-    pub(super) fn enter(&self, head: usize, queries: &[f32], dim: usize, exact: bool) -> Ready {
-        let padded = dim.next_multiple_of(8);
-        let n = queries.len() / dim;
-        let mut ready = Ready {
-            rows: vec![0.0; n * padded],
-            bias: vec![0.0; n],
-            prepared: vec![],
-            bytes: None,
-            uneven: vec![],
-            places: vec![],
-        };
-        let frame = self.tables.row(head);
-        let codec = self.codec.as_ref().filter(|c| c.channel().is_none());
-        let mut scratch = codec.map(|c| c.scratch());
-        for (i, q) in queries.chunks_exact(dim).enumerate() {
-            let row = &mut ready.rows[i * padded..][..dim];
-            if let (Some(codec), Some(scratch)) = (codec, &mut scratch) {
-                let prepared = codec.prepare_row(frame, q, scratch);
-                row.copy_from_slice(&prepared.rotated);
-                ready.bias[i] = prepared.bias;
-                if codec.qjl().is_some() {
-                    // The residual's own score has the bias in it.
-                    ready.bias[i] = 0.0;
-                    ready.prepared.push(prepared);
-                }
-            } else {
-                row.copy_from_slice(q);
-                ready.bias[i] = frame.centre.map_or(0.0, |c| crate::rotation::dot(q, c));
-            }
-        }
-        if let Some(small) = codec.and_then(|c| small(c)).filter(|_| !exact) {
-            ready.in_bytes(&small, dim);
-        }
-        ready
-    }
-
-    /// Takes a sum out of the domain; `weights` is the sum of its weights.
-    pub(super) fn leave(&self, head: usize, sum: &mut [f32], weights: f32, out: &mut [f32]) {
-        let frame = self.tables.row(head);
-        match self.codec.as_ref().filter(|c| c.channel().is_none()) {
-            Some(codec) => codec.finish_sum(frame, sum, weights, out, &mut codec.scratch()),
-            None => {
-                out.copy_from_slice(sum);
-                let centre = frame.centre.unwrap_or_default();
-                out.iter_mut().zip(centre).for_each(|(o, c)| *o += weights * c);
-            }
-        }
-    }
-}
-
-impl Ready {
-    /// Takes the queries to eight bits, all that keep the bound at the head of this file.
-    fn in_bytes(&mut self, small: &Small, dim: usize) {
-        if !simd::integer_form(small.bits, dim) {
-            return;
-        }
-        let error = GRID_ERROR[usize::from(small.middle != 0.0)][usize::from(small.bits == 4)];
-        let mut bytes = Bytes { rows: Vec::with_capacity(self.rows.len()), steps: vec![], sums: vec![] };
-        for (i, row) in self.rows.chunks_exact(dim).enumerate() {
-            let top = row.iter().fold(0f32, |top, q| top.max(q.abs()));
-            let square = (row.iter().map(|q| q * q).sum::<f32>() / dim as f32).max(f32::MIN_POSITIVE);
-            // What is not finite does not keep the bound either.
-            let even = top * top / square / 193_548.0 + small.error <= 0.01 * error;
-            if !even {
-                self.uneven.extend_from_slice(row);
-                self.places.push(i);
-            }
-            let step = if even { top / 127.0 } else { 0.0 };
-            let inverse = if step > 0.0 { 1.0 / step } else { 0.0 };
-            let start = bytes.rows.len();
-            let byte =
-                |place| (row[simd::channel_at(small.bits, place)] * inverse).round().clamp(-127.0, 127.0);
-            bytes.rows.extend((0..dim).map(|place| byte(place) as i8));
-            bytes.sums.push(bytes.rows[start..].iter().map(|&q| i32::from(q)).sum());
-            bytes.steps.push(step);
-        }
-        if self.places.len() < bytes.steps.len() {
-            self.bytes = Some(bytes);
-        }
+        Domain::new(codec, &frame, self.dim)
     }
 }
 

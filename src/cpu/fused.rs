@@ -7,7 +7,8 @@
 //! that moves the output by at most 1e-6 T times the greatest distance between two values. No score outlives its block.
 
 use super::attend::{Hidden, Row, greater};
-use super::blocks::{Domain, Ready, Side, Tile};
+use super::blocks::{Side, Tile};
+use super::domain::{Domain, Ready};
 use super::simd;
 use crate::attention::{Rules, Segment, Sizes, check};
 use crate::error::Result;
@@ -181,7 +182,8 @@ impl Run<'_> {
         tops.fill(f32::NEG_INFINITY);
         let block = BLOCK.max(part.keys.tile());
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
-        let (keys, values) = (part.keys.rows(head), part.values.rows(head));
+        let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
+        let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
         let Work { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
         for from in (task.from..task.to).step_by(block) {

@@ -6,6 +6,7 @@
 mod attend;
 mod blocks;
 mod dense;
+mod domain;
 mod fused;
 mod products;
 mod rows;
