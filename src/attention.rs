@@ -6,6 +6,7 @@
 use crate::codes::{Buffer, Codes};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
+use std::ops::Range;
 
 /// Keys or values of a run of tokens.
 #[derive(Clone, Debug)]
@@ -81,6 +82,8 @@ pub struct Rules<T> {
     pub sink_logits: Option<T>,
     /// Scores become `cap tanh(score / cap)` before the mask.
     pub soft_cap: Option<f32>,
+    /// Whether scores are never formed in integers, where an engine has such a form; see `turbomoq::cpu`.
+    pub exact: bool,
 }
 
 impl<T> Rules<T> {
@@ -94,6 +97,7 @@ impl<T> Rules<T> {
             mask: None,
             sink_logits: None,
             soft_cap: None,
+            exact: false,
         }
     }
 }
@@ -164,12 +168,17 @@ pub fn positions<T: Buffer>(segments: &[Segment<T>]) -> Vec<usize> {
     segments.iter().flat_map(|s| s.start..s.start + s.keys.len()).collect()
 }
 
+/// Positions that a query at position `query` of sequence `batch` sees, mask apart; empty if it ends before it starts.
+pub fn span<T>(rules: &Rules<T>, batch: usize, query: usize) -> Range<usize> {
+    let window = rules.sliding_window.map_or(0, |w| (query + 1).saturating_sub(w));
+    let pad = rules.left_padding.get(batch).copied().unwrap_or(0);
+    window.max(pad)..if rules.causal { query + 1 } else { usize::MAX }
+}
+
 /// Whether a query at position `query` of sequence `batch` sees a token at position `token`, mask apart.
 #[inline]
 pub fn sees<T>(rules: &Rules<T>, batch: usize, query: usize, token: usize) -> bool {
-    (!rules.causal || token <= query)
-        && rules.sliding_window.is_none_or(|w| query < token.saturating_add(w))
-        && rules.left_padding.get(batch).is_none_or(|&pad| token >= pad)
+    span(rules, batch, query).contains(&token)
 }
 
 /// The mask as one additive f32 an entry, minus infinity where a token is hidden.

@@ -124,7 +124,8 @@ fn attention_equals_attention_on_what_is_fetched<E: Engine + Clone>(engine: &E, 
             cache.update_and_fetch(&put(&s.k), &put(&s.v)).unwrap();
             for l in [1, 4] {
                 let q = gauss(&[b, h * rep, l, d], 9);
-                let out = engine.get(&cache.attend(&put(&q), &Rules::causal(0.125)).unwrap()).unwrap();
+                let rules = Rules { exact: true, ..Rules::causal(0.125) };
+                let out = engine.get(&cache.attend(&put(&q), &rules).unwrap()).unwrap();
                 let (k, v) = cache.fetch().unwrap();
                 let (k, v) = (engine.get(&k).unwrap(), engine.get(&v).unwrap());
                 let want = exact(&q, &k, &v, 0.125, |_, _, _, _| false);
@@ -143,6 +144,28 @@ fn cpu_attention_equals_attention_on_what_is_fetched() {
 }
 
 #[test]
+fn integer_scores_add_less_than_a_tenth_of_the_grids_error() {
+    // Values are exact, so that all error comes from the scores: that of the grid, and what integers add to it.
+    let (h, rep, t, d) = (2, 4, 2000, 128);
+    let (k, v) = (gauss(&[1, h, t, d], 1), gauss(&[1, h, t, d], 2));
+    let q = gauss(&[1, h * rep, 4, d], 9);
+    let scale = (d as f32).powf(-0.5);
+    let want = exact(&q, &k, &v, scale, |_, _, _, _| false);
+    for recipe in ["turbomoq@4/16", "turbomoq@2/16", "turboquant-mse@4/16", "turboquant-mse@2/16"] {
+        let mut cache = cache(&Cpu, recipe, d);
+        cache.update_and_fetch(&k, &v).unwrap();
+        let attend = |exact| {
+            let rules = Rules { exact, ..Rules::causal(scale) };
+            cache.attend(&q, &rules).unwrap().to_f32().unwrap()
+        };
+        let (integer, float) = (attend(false), attend(true));
+        let (added, grid) = (relative_mse(&float, &integer).sqrt(), relative_mse(&want, &float).sqrt());
+        assert!(added < 0.1 * grid, "{recipe}: integers add {added}, the grid has {grid}");
+        assert!(added > 0.0, "{recipe}: no integers were used");
+    }
+}
+
+#[test]
 fn masks_padding_windows_sinks_and_caps() {
     let (b, h, rep, t, d) = (2, 2, 2, 300, 64);
     let s = sequence(b, h, rep, t, d);
@@ -155,7 +178,7 @@ fn masks_padding_windows_sinks_and_caps() {
         let want = exact(&q, &k, &v, rules.scale, hide);
         assert!(greatest_difference(&out, &want) < 1e-4, "{:?}", greatest_difference(&out, &want));
     };
-    let rules = Rules::causal(0.125);
+    let rules = Rules { exact: true, ..Rules::causal(0.125) };
     // T21: left padding hides the first columns of its row.
     check(Rules { left_padding: vec![3, 0], ..rules.clone() }, &|b, _, _, j| b == 0 && j < 3);
     check(Rules { sliding_window: Some(50), ..rules.clone() }, &|_, _, i, j| t - 4 + i >= j + 50);

@@ -1,10 +1,12 @@
-//! Rows that are not packed one by one: tiles of channels, and matrix products with dense keys and values.
+//! Rows that are not packed one by one: tiles of channels, heads in one piece, and matrix products with dense keys and values.
 
 use super::rows::Tables;
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
 use crate::error::Result;
-use crate::tensor::Tensor;
+use crate::tensor::{Element, Tensor};
+use half::{bf16, f16};
+use ndarray::Axis;
 use std::sync::Arc;
 
 /// [B, H, T, D] to [B, H, T/g * D, g]: the channels of every tile of g tokens.
@@ -39,6 +41,24 @@ pub(super) fn channel_codes(codes: &Codes<Tensor>, channel: &Arc<Codec>) -> Resu
     let words = codes.words().reshape(&[b, h, rows, channel.row_words()])?;
     let scales = codes.scales().reshape(&[b, h, rows, channel.row_scales()])?;
     Codes::new(channel.clone(), Frame::default(), words, scales)
+}
+
+/// The same elements with every head in one piece; shared where they are so already.
+pub(super) fn pieces(t: &Tensor) -> Tensor {
+    fn whole<T: Element>(t: &Tensor) -> bool {
+        T::unwrap(t).is_some_and(|a| {
+            a.is_empty()
+                || a.view().index_axis_move(Axis(0), 0).index_axis_move(Axis(0), 0).to_slice().is_some()
+        })
+    }
+    let in_pieces =
+        whole::<f32>(t) || whole::<f16>(t) || whole::<bf16>(t) || whole::<u32>(t) || whole::<u8>(t);
+    if in_pieces { t.clone() } else { t.compact() }
+}
+
+/// One head of what [`pieces`] gave.
+pub(super) fn piece<T: Element>(t: &Tensor, [batch, head]: [usize; 2]) -> Option<&[T]> {
+    T::unwrap(t)?.view().index_axis_move(Axis(0), batch).index_axis_move(Axis(0), head).to_slice()
 }
 
 /// One matrix product a KV head: [B, Hq, L, n] x ([B, H, n, m] or its transpose) through `product`.

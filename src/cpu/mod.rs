@@ -4,9 +4,13 @@
 //! functions are inlined into it. No step reorders a sum by vector width or thread count, so the bytes are the same everywhere.
 
 mod attend;
+mod blocks;
 mod dense;
+mod domain;
+mod fused;
 mod products;
 mod rows;
+mod simd;
 
 use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
@@ -141,7 +145,7 @@ impl Engine for Cpu {
         queries: &Tensor,
         rules: &Rules<Tensor>,
     ) -> Result<Tensor> {
-        attend::attend(segments, queries, rules)
+        fused::attend(segments, queries, rules)
     }
 
     fn dtype(&self, tensor: &Tensor) -> Result<Dtype> {

@@ -1,0 +1,126 @@
+//! One decode step of attention on the CPU engine: 32 query heads on 8 KV heads of 128 channels, packed caches beside the same
+//! driver on exact fp16 rows, and the read bandwidth of the same run. First a table of minima, then criterion on the same cases.
+
+use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use half::f16;
+use rayon::prelude::*;
+use std::hint::black_box;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+use turbomoq::Tensor;
+use turbomoq::attention::{Rules, Segment, Stored};
+use turbomoq::codec::Codec;
+use turbomoq::codes::Frame;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::rng::Rng;
+use turbomoq::spec::{CodecSpec, Grid};
+
+const HEADS: usize = 8;
+const DIM: usize = 128;
+/// Tokens of a segment, as the cache joins them.
+const SEGMENT: usize = 4096;
+
+fn vectors(shape: [usize; 4], stream: u64) -> Tensor {
+    let mut rng = Rng::new(1, stream);
+    Tensor::new(&shape, (0..shape.iter().product()).map(|_| f16::from_f64(rng.normal())).collect())
+        .expect("shape")
+}
+
+/// A cache of `tokens`, packed if there is a spec.
+fn cache(tokens: usize, spec: Option<CodecSpec>) -> Vec<Segment<Tensor>> {
+    let codec = spec.map(|spec| Arc::new(Codec::new(spec).expect("spec")));
+    let side = |rows: Tensor| match &codec {
+        Some(codec) => Stored::Packed(Cpu.encode(codec, Frame::default(), &rows).expect("encode")),
+        None => Stored::Exact { len: rows.shape()[2], rows },
+    };
+    let segment = |start: usize| {
+        let shape = [1, HEADS, SEGMENT.min(tokens - start), DIM];
+        Segment {
+            start,
+            keys: side(vectors(shape, 2 * start as u64)),
+            values: side(vectors(shape, 2 * start as u64 + 1)),
+        }
+    };
+    (0..tokens).step_by(SEGMENT).map(segment).collect()
+}
+
+fn bytes(segments: &[Segment<Tensor>]) -> usize {
+    let side = |s: &Stored<Tensor>| match s {
+        Stored::Exact { rows, .. } => rows.nbytes(),
+        Stored::Packed(codes) => codes.nbytes(),
+    };
+    segments.iter().map(|s| side(&s.keys) + side(&s.values)).sum()
+}
+
+/// Bytes a nanosecond that all threads read together.
+fn bandwidth() -> f64 {
+    let data = vec![1u64; 32 << 20];
+    let read =
+        || data.par_chunks(1 << 16).map(|c| c.iter().fold(0u64, |a, b| a ^ b)).reduce(|| 0, |a, b| a ^ b);
+    8.0 * data.len() as f64 / least(8, read).as_nanos() as f64
+}
+
+fn least<T>(times: usize, f: impl Fn() -> T) -> Duration {
+    let once = || {
+        let start = Instant::now();
+        black_box(f());
+        start.elapsed()
+    };
+    (0..times).map(|_| once()).min().expect("at least one")
+}
+
+fn cases() -> Vec<(String, Option<CodecSpec>, bool)> {
+    let spec = |bits, grid| Some(CodecSpec::new(DIM, bits, grid));
+    let mut cases = vec![("fp16".to_string(), None, false)];
+    for exact in [false, true] {
+        for (name, spec) in [
+            ("uniform-4", spec(4, Grid::Uniform)),
+            ("beta-4", spec(4, Grid::Beta)),
+            ("lloyd-4", spec(4, Grid::Lloyd)),
+        ] {
+            cases.push((format!("{name}{}", if exact { "-exact" } else { "" }), spec, exact));
+        }
+    }
+    for bits in [2, 3] {
+        cases.push((format!("beta-{bits}"), spec(bits, Grid::Beta), false));
+        cases.push((format!("trellis-{bits}"), spec(bits, Grid::Trellis { states: 8 }), false));
+    }
+    cases
+}
+
+fn steps(c: &mut Criterion) {
+    let threads = rayon::current_num_threads();
+    let speed = bandwidth();
+    println!("{threads} threads, {speed:.1} GB/s read; ns per key of a KV head (its value included)");
+    let q = vectors([1, 32, 1, DIM], 999);
+    let rules = |exact| Rules { exact, ..Rules::causal((DIM as f32).powf(-0.5)) };
+    for tokens in [2048, 32768] {
+        let mut fp16 = Duration::ZERO;
+        for (name, spec, exact) in cases() {
+            let segments = cache(tokens, spec);
+            let rules = rules(exact);
+            let step = || Cpu.attend(&segments, &q, &rules).expect("attend");
+            let time = least(if tokens < 10_000 { 200 } else { 30 }, step);
+            fp16 = if spec.is_none() { time } else { fp16 };
+            let keys = (tokens * HEADS) as f64;
+            println!(
+                "T {tokens:5} {name:16} {:8.3} ms {:6.1} ns a key, bandwidth limit {:5.1}, {:5.2} x fp16",
+                time.as_secs_f64() * 1e3,
+                time.as_nanos() as f64 / keys,
+                bytes(&segments) as f64 / speed / keys,
+                fp16.as_secs_f64() / time.as_secs_f64()
+            );
+            let mut group = c.benchmark_group(format!("decode-step-{tokens}"));
+            group
+                .sample_size(10)
+                .warm_up_time(Duration::from_millis(200))
+                .measurement_time(Duration::from_secs(1));
+            group.throughput(Throughput::Elements((tokens * HEADS) as u64));
+            group.bench_function(BenchmarkId::from_parameter(&name), |b| b.iter(step));
+        }
+    }
+}
+
+criterion_group!(benches, steps);
+criterion_main!(benches);

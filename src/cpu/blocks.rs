@@ -1,0 +1,338 @@
+//! Blocks of tokens of one side on their way to f32 tiles.
+//!
+//! A tile row times its factor is the token in the domain where its scores and sums are formed: as it is for exact rows, centred
+//! and rotated for packed ones.
+
+use super::dense::{piece, pieces};
+use super::domain::{Domain, Ready};
+use super::rows::Door;
+use super::simd::{self, Small};
+use crate::attention::Stored;
+use crate::codec::{BandGrid, Codec, Prepared, Scratch};
+use crate::codes::Frame;
+use crate::error::Result;
+use crate::frame::RowFrame;
+use crate::spec::ScaleFormat;
+use crate::tensor::{Element, Tensor};
+use half::{bf16, f16};
+use pulp::{Simd, WithSimd};
+use std::sync::Arc;
+
+/// Keys or values of a segment.
+pub(super) struct Side {
+    pub dim: usize,
+    source: Source,
+}
+
+#[allow(clippy::large_enum_variant, reason = "one for each segment")]
+enum Source {
+    Exact(Tensor),
+    Packed { codec: Arc<Codec>, frame: Frame<Tensor>, words: Tensor, scales: Tensor },
+}
+
+/// The tokens of one head of a side.
+pub(super) enum Rows<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    BF16(&'a [bf16]),
+    Packed { codec: &'a Codec, small: Option<&'a Small>, words: &'a [u32], scales: Scales<'a> },
+}
+
+/// Scales as they are stored.
+#[derive(Clone, Copy)]
+pub(super) enum Scales<'a> {
+    F16(&'a [f16]),
+    Log8(&'a [u8]),
+}
+
+impl Scales<'_> {
+    #[inline(always)]
+    fn codes(self, from: usize, to: &mut [u16]) {
+        match self {
+            Scales::F16(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = s.to_bits()),
+            Scales::Log8(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = u16::from(*s)),
+        }
+    }
+}
+
+impl Side {
+    pub(super) fn new(stored: &Stored<Tensor>) -> Result<Side> {
+        let source = match stored {
+            Stored::Exact { rows, .. } => {
+                rows.float().ok_or_else(|| rows.wrong_dtype("rows", "F32, F16 or BF16"))?;
+                Source::Exact(pieces(rows))
+            }
+            Stored::Packed(codes) => Source::Packed {
+                codec: codes.codec().clone(),
+                frame: codes.frame().clone(),
+                words: pieces(codes.words()),
+                scales: pieces(codes.scales()),
+            },
+        };
+        Ok(Side { dim: stored.dim(), source })
+    }
+
+    /// Tokens that are decoded together.
+    pub(super) fn tile(&self) -> usize {
+        match &self.source {
+            Source::Packed { codec, .. } => codec.spec().tile(),
+            Source::Exact(_) => 1,
+        }
+    }
+
+    /// The tokens of a head; `small` is that of the side's domain.
+    pub(super) fn rows<'a>(&'a self, head: [usize; 2], small: Option<&'a Small>) -> Rows<'a> {
+        let rows = match &self.source {
+            Source::Exact(t @ Tensor::F16(_)) => piece(t, head).map(Rows::F16),
+            Source::Exact(t @ Tensor::BF16(_)) => piece(t, head).map(Rows::BF16),
+            Source::Exact(t) => piece(t, head).map(Rows::F32),
+            Source::Packed { codec, words, scales, .. } => {
+                let scales = match codec.format() {
+                    ScaleFormat::F16 => piece(scales, head).map(Scales::F16),
+                    ScaleFormat::Log8 => piece(scales, head).map(Scales::Log8),
+                };
+                piece(words, head).zip(scales).map(|(words, scales)| Rows::Packed {
+                    codec,
+                    small,
+                    words,
+                    scales,
+                })
+            }
+        };
+        rows.expect("every head in one piece")
+    }
+
+    /// Whether queries and sums of the other side are in the domain of this one.
+    pub(super) fn shares(&self, other: &Side) -> bool {
+        fn at(t: &Option<Tensor>) -> *const u8 {
+            match t {
+                Some(Tensor::F32(a)) => a.as_ptr().cast(),
+                Some(Tensor::U32(a)) => a.as_ptr().cast(),
+                _ => std::ptr::null(),
+            }
+        }
+        match (&self.source, &other.source) {
+            (Source::Exact(_), Source::Exact(_)) => true,
+            (Source::Packed { codec: a, frame: f, .. }, Source::Packed { codec: b, frame: g, .. }) => {
+                let same = at(&f.centre) == at(&g.centre) && at(&f.gain) == at(&g.gain);
+                Arc::ptr_eq(a, b) && same && at(&f.order) == at(&g.order)
+            }
+            _ => false,
+        }
+    }
+
+    pub(super) fn domain(&self) -> Result<Domain> {
+        let (codec, frame) = match &self.source {
+            Source::Exact(_) => (None, Frame::default()),
+            Source::Packed { codec, frame, .. } => (Some(codec.clone()), frame.clone()),
+        };
+        Domain::new(codec, &frame, self.dim)
+    }
+}
+
+impl Rows<'_> {
+    /// Scores of the tokens `first..first + n` and of all queries, to be multiplied by the tokens' factors; `tile` is overwritten.
+    pub(super) fn scores(
+        &self,
+        ready: &Ready,
+        picks: &[u32],
+        dim: usize,
+        stride: usize,
+        work: &mut Tile,
+        out: &mut [f32],
+    ) {
+        let n = picks.len();
+        if let Rows::Packed { codec, words, scales, small } = *self {
+            let (w, first) = (codec.row_words(), picks[0] as usize);
+            if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
+                factors(codec, scales, picks, &mut work.factors);
+                simd::integer_scores(small, bytes, &words[first * w..][..n * w], w, n, stride, out);
+                if !ready.places.is_empty() {
+                    self.decode(picks, dim, work);
+                    work.spare.resize(ready.places.len() * stride, 0.0);
+                    simd::scores(&ready.uneven, &work.rows, dim, n, stride, &mut work.spare);
+                    for (&r, scores) in ready.places.iter().zip(work.spare.chunks_exact(stride)) {
+                        out[r * stride..][..n].copy_from_slice(&scores[..n]);
+                    }
+                }
+                return;
+            }
+            if !ready.prepared.is_empty() {
+                work.factors[..n].fill(1.0);
+                let rows = Each { codec, words, scales, picks };
+                return pulp::Arch::new().dispatch(Residual { rows, queries: &ready.prepared, stride, out });
+            }
+        }
+        self.decode(picks, dim, work);
+        simd::scores(&ready.rows, &work.rows, dim.next_multiple_of(8), n, stride, out);
+    }
+
+    /// Rows and factors of the tokens `picks`.
+    pub(super) fn decode(&self, picks: &[u32], dim: usize, work: &mut Tile) {
+        let padded = dim.next_multiple_of(8);
+        let rows = &mut work.rows[..picks.len() * padded];
+        match *self {
+            Rows::Packed { codec, small: Some(small), words, scales } => {
+                factors(codec, scales, picks, &mut work.factors);
+                simd::levels(small, words, codec.row_words(), picks, dim, padded, rows);
+            }
+            Rows::Packed { codec, words, scales, .. } => {
+                let plain = one_band(codec);
+                if plain {
+                    factors(codec, scales, picks, &mut work.factors);
+                } else {
+                    work.factors[..picks.len()].fill(1.0);
+                }
+                let each = Each { codec, words, scales, picks };
+                pulp::Arch::new().dispatch(Decode { each, plain, padded, out: rows });
+            }
+            Rows::F32(x) => exact(x, picks, dim, work, f32::read),
+            Rows::F16(x) => exact(x, picks, dim, work, simd::halves),
+            Rows::BF16(x) => exact(x, picks, dim, work, bf16::read),
+        }
+    }
+}
+
+/// A block in f32: rows padded to a multiple of eight channels, and what each is to be multiplied with.
+#[derive(Default)]
+pub(super) struct Tile {
+    pub rows: Vec<f32>,
+    pub factors: Vec<f32>,
+    spare: Vec<f32>,
+}
+
+impl Tile {
+    /// Room for `n` rows of `dim` channels; the padding is zero, the rest whatever was there.
+    pub(super) fn fit(&mut self, n: usize, dim: usize) {
+        if dim % 8 != 0 {
+            self.rows.clear();
+        }
+        self.rows.resize(n * dim.next_multiple_of(8), 0.0);
+        self.factors.resize(n, 1.0);
+    }
+}
+
+fn exact<T: Element>(x: &[T], picks: &[u32], dim: usize, work: &mut Tile, read: fn(&[T], &mut [f32])) {
+    for (&pick, row) in picks.iter().zip(work.rows.chunks_exact_mut(dim.next_multiple_of(8))) {
+        read(&x[pick as usize * dim..][..dim], &mut row[..dim]);
+    }
+    work.factors[..picks.len()].fill(1.0);
+}
+
+/// Whether a row is one band with one scale, so that its levels are the row.
+fn one_band(codec: &Codec) -> bool {
+    matches!(codec.bands(), [band] if !matches!(band.grid, BandGrid::Affine)) && codec.qjl().is_none()
+}
+
+/// The only scale of each token.
+fn factors(codec: &Codec, scales: Scales, picks: &[u32], factors: &mut [f32]) {
+    let format = codec.format();
+    for (&pick, factor) in picks.iter().zip(factors) {
+        let mut code = [0];
+        scales.codes(pick as usize, &mut code);
+        *factor = format.value(code[0]);
+    }
+}
+
+/// Tokens that are unpacked row by row.
+struct Each<'a> {
+    codec: &'a Codec,
+    words: &'a [u32],
+    scales: Scales<'a>,
+    picks: &'a [u32],
+}
+
+impl Each<'_> {
+    /// Words and scale codes of `rows` rows from `at` on.
+    #[inline(always)]
+    fn rows(&self, at: usize, rows: usize, codes: &mut [u16]) -> &[u32] {
+        let (w, s) = (self.codec.row_words(), self.codec.row_scales());
+        self.scales.codes(at * s, &mut codes[..rows * s]);
+        &self.words[at * w..][..rows * w]
+    }
+}
+
+/// Levels of rows of one band (`plain`), else rows with their scales.
+struct Decode<'a> {
+    each: Each<'a>,
+    plain: bool,
+    padded: usize,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Decode<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Decode { each, plain, padded, out } = self;
+        let (codec, picks) = (each.codec, each.picks);
+        let d = codec.spec().head_dim;
+        let mut codes = vec![0; codec.row_scales() * codec.spec().tile()];
+        if let Some(channel) = codec.channel() {
+            return channels(&each, channel, padded, &mut codes, out);
+        }
+        let (mut scratch, mut bytes) = (codec.scratch(), vec![0; d]);
+        for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(padded)) {
+            let words = each.rows(pick as usize, 1, &mut codes);
+            if plain {
+                match &codec.bands()[0].grid {
+                    BandGrid::Scalar(grid) => grid.unpack(words, &mut out[..d], &mut bytes),
+                    BandGrid::Trellis(trellis) => trellis.decode(words, &mut out[..d]),
+                    BandGrid::Affine => {}
+                }
+            } else {
+                out.fill(0.0);
+                codec.add_weighted_row(words, &codes, 1.0, &mut out[..d], &mut scratch);
+            }
+        }
+    }
+}
+
+/// Tokens of a channel-affine codec: every tile that holds one is unpacked channel by channel.
+#[inline(always)]
+fn channels(each: &Each, channel: &Codec, padded: usize, codes: &mut [u16], out: &mut [f32]) {
+    let (d, group) = (each.codec.spec().head_dim, each.codec.spec().tile());
+    let (w, s) = (channel.row_words(), channel.row_scales());
+    let (mut scratch, mut run) = (channel.scratch(), vec![0f32; group]);
+    let mut done = 0;
+    while done < each.picks.len() {
+        let first = each.picks[done] as usize / group * group;
+        let inside = each.picks[done..].iter().take_while(|&&p| (p as usize) < first + group).count();
+        let words = each.rows(first, group, codes);
+        for c in 0..d {
+            let (words, scales) = (&words[c * w..][..w], &codes[c * s..][..s]);
+            channel.decode_row(RowFrame::default(), words, scales, &mut run, &mut scratch);
+            for (i, &pick) in each.picks[done..done + inside].iter().enumerate() {
+                out[(done + i) * padded + c] = run[pick as usize - first];
+            }
+        }
+        done += inside;
+    }
+}
+
+/// Scores of a codec with a residual, which has an estimator of its own.
+struct Residual<'a> {
+    rows: Each<'a>,
+    queries: &'a [Prepared],
+    stride: usize,
+    out: &'a mut [f32],
+}
+
+impl WithSimd for Residual<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, _: S) {
+        let Residual { rows, queries, stride, out } = self;
+        let mut codes = vec![0; rows.codec.row_scales()];
+        let mut scratch: Scratch = rows.codec.scratch();
+        for (t, &pick) in rows.picks.iter().enumerate() {
+            let words = rows.rows(pick as usize, 1, &mut codes);
+            rows.codec.look_up_row(words, &mut scratch);
+            for (r, q) in queries.iter().enumerate() {
+                out[r * stride + t] = rows.codec.score_levels(q, words, &codes, &scratch);
+            }
+        }
+    }
+}
