@@ -5,6 +5,7 @@
 
 mod attend;
 mod dense;
+mod masses;
 mod products;
 mod rows;
 
@@ -142,6 +143,15 @@ impl Engine for Cpu {
         rules: &Rules<Tensor>,
     ) -> Result<Tensor> {
         attend::attend(segments, queries, rules)
+    }
+
+    fn masses(
+        &self,
+        segments: &[Segment<Tensor>],
+        queries: &Tensor,
+        rules: &Rules<Tensor>,
+    ) -> Result<Vec<f32>> {
+        masses::masses(segments, queries, rules)
     }
 
     fn dtype(&self, tensor: &Tensor) -> Result<Dtype> {
