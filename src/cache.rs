@@ -142,12 +142,21 @@ impl<E: Engine + Clone> LayerCache<E> {
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
+        self.append(keys, values)?;
+        self.fetch()
+    }
+
+    /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
+    ///
+    /// # Errors
+    /// As [`LayerCache::update_and_fetch`].
+    pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         let total = self.check(keys, values)?;
         let mut done = 0;
         while done < total {
             done += self.append_piece(keys, values, done)?;
         }
-        self.fetch()
+        Ok(())
     }
 
     /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.

@@ -55,10 +55,7 @@ struct Piece<T> {
 ///
 /// # Errors
 /// [`Error::Unsupported`] if a codec has no form at these bits, or has calibrated levels.
-pub fn tier_codecs(
-    codecs: &[Option<Arc<Codec>>; 2],
-    tiers: &[Bits],
-) -> Result<Vec<[Option<Arc<Codec>>; 2]>> {
+pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<Vec<[Option<Arc<Codec>>; 2]>> {
     let side = |codec: &Option<Arc<Codec>>, bits: u8| -> Result<Option<Arc<Codec>>> {
         let Some(codec) = codec else { return Ok(None) };
         if codec.fitted().is_some() {
@@ -191,7 +188,12 @@ impl<E: Engine + Clone> LayerCache<E> {
                     segment.clone()
                 } else {
                     let to = run[run.len() - 1].start + run[run.len() - 1].len;
-                    self.recode(&cut(segment, from - segment.start, to - segment.start)?, tiers, tier, frames)?
+                    self.recode(
+                        &cut(segment, from - segment.start, to - segment.start)?,
+                        tiers,
+                        tier,
+                        frames,
+                    )?
                 };
                 add(&mut body, Piece { segment: piece, tier, changed: !untouched })?;
             }
@@ -218,7 +220,8 @@ impl<E: Engine + Clone> LayerCache<E> {
                 }
                 (Stored::Packed(codes), _) => {
                     let (words, scales) = (engine.compact(codes.words())?, engine.compact(codes.scales())?);
-                    Codes::new(codes.codec().clone(), codes.frame().clone(), words, scales).map(Stored::Packed)
+                    Codes::new(codes.codec().clone(), codes.frame().clone(), words, scales)
+                        .map(Stored::Packed)
                 }
                 (Stored::Exact { rows, len }, Some(codec)) => encode(codec, &rows.slice(2, 0, *len)?),
                 (Stored::Exact { rows, len }, None) => {

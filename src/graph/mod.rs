@@ -212,12 +212,7 @@ impl Engine for Graph {
         attend::attend(self, segments, queries, rules)
     }
 
-    fn masses(
-        &self,
-        segments: &[Segment<Array>],
-        queries: &Array,
-        rules: &Rules<Array>,
-    ) -> Result<Vec<f32>> {
+    fn masses(&self, segments: &[Segment<Array>], queries: &Array, rules: &Rules<Array>) -> Result<Vec<f32>> {
         attend::masses(self, segments, queries, rules)
     }
 

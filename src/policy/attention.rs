@@ -83,7 +83,11 @@ impl AttentionDemotionPolicy {
         let least: Vec<f32> = tiers.iter().map(|t| t.least).collect();
         let inside = least.iter().all(|p| (0.0..=1.0).contains(p)) && least[least.len() - 1] == 0.0;
         if !inside || !least.windows(2).all(|w| w[0] > w[1]) {
-            return refuse("tiers", format!("{least:?}"), "percentiles fall from tier to tier, the last is 0");
+            return refuse(
+                "tiers",
+                format!("{least:?}"),
+                "percentiles fall from tier to tier, the last is 0",
+            );
         }
         if !(alpha > 0.0 && alpha <= 1.0) {
             return refuse("alpha", alpha.to_string(), "above 0, at most 1");

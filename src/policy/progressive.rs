@@ -121,8 +121,10 @@ mod tests {
     #[test]
     fn a_block_falls_once_and_never_rises() {
         let policy = ProgressivePolicy::default();
-        let block = |age, tier, pinned| Block { start: 0, len: 128, age, mass: 0.0, observed: 0, tier, pinned };
-        let blocks = [block(9000, 0, false), block(9000, 2, false), block(10, 3, false), block(90000, 1, true)];
+        let block =
+            |age, tier, pinned| Block { start: 0, len: 128, age, mass: 0.0, observed: 0, tier, pinned };
+        let blocks =
+            [block(9000, 0, false), block(9000, 2, false), block(10, 3, false), block(90000, 1, true)];
         assert_eq!(policy.decide(&blocks), [Action::Recode(2), Action::Keep, Action::Keep, Action::Keep]);
     }
 }
