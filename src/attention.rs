@@ -181,6 +181,26 @@ pub fn sees<T>(rules: &Rules<T>, batch: usize, query: usize, token: usize) -> bo
     span(rules, batch, query).contains(&token)
 }
 
+/// Sums of attention as shares that add up to one, or to zero where no query sees a token.
+pub fn shares(sums: &[f64]) -> Vec<f32> {
+    let total: f64 = sums.iter().sum();
+    sums.iter().map(|s| if total > 0.0 { (s / total) as f32 } else { 0.0 }).collect()
+}
+
+/// The tokens `from..to` of a segment, in the same buffers.
+///
+/// # Errors
+/// [`Error::Range`] if they are not inside, or cut tokens that are encoded together.
+pub fn cut<T: Buffer>(s: &Segment<T>, from: usize, to: usize) -> Result<Segment<T>> {
+    let side = |s: &Stored<T>| -> Result<Stored<T>> {
+        Ok(match s {
+            Stored::Exact { rows, .. } => Stored::Exact { rows: rows.slice(2, from, to)?, len: to - from },
+            Stored::Packed(codes) => Stored::Packed(codes.slice(from, to)?),
+        })
+    };
+    Ok(Segment { start: s.start + from, keys: side(&s.keys)?, values: side(&s.values)? })
+}
+
 /// The mask as one additive f32 an entry, minus infinity where a token is hidden.
 ///
 /// # Errors

@@ -5,7 +5,16 @@
 //! single token never happens. A clone shares buffers until one side writes, then has its own.
 
 mod append;
+mod capacity;
+mod model;
+mod report;
+mod tiers;
 mod trim;
+
+pub use capacity::{Plan, PlanPart};
+pub use model::KvCache;
+pub use report::{LayerReport, Part};
+pub use tiers::{OBSERVE_EVERY, tier_codecs};
 
 use crate::attention::{Rules, Segment, Stored};
 use crate::codec::Codec;
@@ -49,6 +58,7 @@ pub struct LayerCache<E: Engine> {
     window: Option<Exact<E::Tensor>>,
     window_len: usize,
     offset: usize,
+    tiers: Option<tiers::Tiers>,
 }
 
 impl<E: Engine + Clone> LayerCache<E> {
@@ -94,10 +104,11 @@ impl<E: Engine + Clone> LayerCache<E> {
             window: None,
             window_len: 0,
             offset: 0,
+            tiers: None,
         })
     }
 
-    /// Tokens appended so far less those trimmed: the position of the next token.
+    /// Tokens appended so far less those trimmed: the position of the next token. Eviction does not change it.
     pub fn offset(&self) -> usize {
         self.offset
     }
@@ -122,20 +133,6 @@ impl<E: Engine + Clone> LayerCache<E> {
         &self.recipe
     }
 
-    /// Bytes of every buffer, allocated rows that hold no token yet included.
-    pub fn nbytes(&self) -> usize {
-        let exact = [&self.sinks, &self.window].into_iter().flatten();
-        let exact: usize = exact.map(|e| e.keys.nbytes() + e.values.nbytes()).sum();
-        let frames: usize = self.frames.iter().flatten().map(Frame::nbytes).sum();
-        let levels =
-            self.codecs.iter().flatten().filter_map(|c| c.fitted()).map(|l| 4 * l.len()).sum::<usize>();
-        let stored = |s: &Stored<E::Tensor>| match s {
-            Stored::Exact { rows, .. } => rows.nbytes(),
-            Stored::Packed(codes) => codes.words().nbytes() + codes.scales().nbytes(),
-        };
-        exact + frames + levels + self.body.iter().map(|s| stored(&s.keys) + stored(&s.values)).sum::<usize>()
-    }
-
     /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right.
     ///
     /// # Errors
@@ -145,17 +142,26 @@ impl<E: Engine + Clone> LayerCache<E> {
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
+        self.append(keys, values)?;
+        self.fetch()
+    }
+
+    /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
+    ///
+    /// # Errors
+    /// As [`LayerCache::update_and_fetch`].
+    pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         let total = self.check(keys, values)?;
         let mut done = 0;
         while done < total {
             done += self.append_piece(keys, values, done)?;
         }
-        self.fetch()
+        Ok(())
     }
 
     /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.
     ///
-    /// A mask in `rules` covers all tokens held after the append. L may exceed the room of the window: the call is then cut at block
+    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the call is then cut at block
     /// borders, and every query sees what it would have seen had the tokens come one by one.
     ///
     /// # Errors
@@ -173,7 +179,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             let expected = format!("[B, Hq, {total}, D] with at least one token");
             return Err(Error::Shape { what: "queries", expected, got: q });
         }
-        let before = self.len();
+        let before = self.offset;
         let tokens = before + total;
         if let Some(mask) = &rules.mask
             && (mask.shape().len() != 4 || mask.shape()[2..] != [total, tokens])
@@ -187,12 +193,28 @@ impl<E: Engine + Clone> LayerCache<E> {
             let n = self.append_piece(keys, values, done)?;
             let mut piece = rules.clone();
             if let Some(mask) = &rules.mask {
-                piece.mask = Some(mask.slice(2, done, done + n)?.slice(3, 0, before + done + n)?);
+                piece.mask = Some(self.held_columns(&mask.slice(2, done, done + n)?)?);
             }
-            outs.push(self.engine.attend(&self.segments(), &queries.slice(2, done, done + n)?, &piece)?);
+            let q = queries.slice(2, done, done + n)?;
+            outs.push(self.engine.attend(&self.segments(), &q, &piece)?);
+            self.observe(n, &q, &piece)?;
             done += n;
         }
         if outs.len() == 1 { Ok(outs.remove(0)) } else { E::Tensor::concat(2, &outs) }
+    }
+
+    /// The columns of a mask over positions that belong to tokens held.
+    fn held_columns(&self, mask: &E::Tensor) -> Result<E::Tensor> {
+        let mut runs: Vec<(usize, usize)> = vec![];
+        for s in self.segments() {
+            let end = s.start + s.keys.len();
+            match runs.last_mut() {
+                Some(run) if run.1 == s.start => run.1 = end,
+                _ => runs.push((s.start, end)),
+            }
+        }
+        let parts = runs.iter().map(|r| mask.slice(3, r.0, r.1)).collect::<Result<Vec<_>>>()?;
+        if parts.len() == 1 { Ok(parts[0].clone()) } else { E::Tensor::concat(3, &parts) }
     }
 
     /// Attends without appending.
@@ -213,7 +235,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         };
         let dtypes = [self.engine.dtype(&window.keys)?, self.engine.dtype(&window.values)?];
         let dense = |s: &Stored<E::Tensor>, dtype: Dtype| match s {
-            Stored::Exact { rows, len } => rows.slice(2, 0, *len),
+            Stored::Exact { rows, len } => self.cast(&rows.slice(2, 0, *len)?, dtype),
             Stored::Packed(codes) => self.engine.decode(codes, dtype),
         };
         let (mut keys, mut values) = (vec![window.keys.slice(2, 0, 0)?], vec![window.values.slice(2, 0, 0)?]);

@@ -85,6 +85,19 @@ pub trait Engine {
         rules: &Rules<Self::Tensor>,
     ) -> Result<Self::Tensor>;
 
+    /// Share of the attention of queries [B, Hq, L, D] that each part receives, mean over sequences, query heads and query tokens.
+    /// The shares add up to one, whatever a learned sink takes; they are zero if no query sees a token. Costs the scores of an
+    /// [`Engine::attend`] of these queries, and a lazy engine evaluates one number a part.
+    ///
+    /// # Errors
+    /// As [`Engine::attend`].
+    fn masses(
+        &self,
+        segments: &[Segment<Self::Tensor>],
+        queries: &Self::Tensor,
+        rules: &Rules<Self::Tensor>,
+    ) -> Result<Vec<f32>>;
+
     /// The float dtype of an array.
     ///
     /// # Errors

@@ -19,6 +19,7 @@ pub mod grid;
 pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
+pub mod policy;
 pub mod prompt_cache;
 pub mod qjl;
 pub mod recipe;

@@ -137,7 +137,11 @@ fn template(name: &str, side: Side) -> CodecSpec {
     }
 }
 
-fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
+/// The same codec at other bits; `None` at 16, which are exact. Halves give half of the channels one bit more.
+///
+/// # Errors
+/// [`Error::Unsupported`] if the codec has no form at these bits.
+pub fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
     if bits == 16.0 {
         return Ok(None);
     }
@@ -145,7 +149,7 @@ fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
     let sign_bits = if template.residual == Residual::None { 0.0 } else { 1.0 };
     let whole = (bits - sign_bits).floor();
     let fraction = bits - sign_bits - whole;
-    let outliers = if fraction == 0.5 { TEMPLATE_DIM as u16 / 2 } else { 0 };
+    let outliers = if fraction == 0.5 { template.head_dim as u16 / 2 } else { 0 };
     let supported = if sign_bits > 0.0 { "2 to 9, or 16" } else { "1 to 8, halves from 1.5 to 7.5, or 16" };
     let no = || Error::Unsupported {
         field: "bits",

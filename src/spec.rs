@@ -155,6 +155,15 @@ impl CodecSpec {
         }
     }
 
+    /// Bits a channel by name: those of the codes, outliers and residual signs included, without scales.
+    pub fn nominal_bits(&self) -> f32 {
+        let signs = match self.residual {
+            Residual::None => 0.0,
+            Residual::Qjl { projections, rounds } => f32::from(projections) * f32::from(rounds),
+        };
+        f32::from(self.bits) + (f32::from(self.outliers) + signs) / self.head_dim as f32
+    }
+
     /// Checks the fields on their own and together.
     ///
     /// # Errors

@@ -33,6 +33,13 @@ pub enum Dtype {
     BF16,
 }
 
+impl Dtype {
+    /// Bytes of an element.
+    pub fn bytes(self) -> usize {
+        if self == Dtype::F32 { 4 } else { 2 }
+    }
+}
+
 /// Runs one generic expression over whichever array the tensor holds.
 macro_rules! each {
     ($tensor:expr, $a:ident => $body:expr) => {

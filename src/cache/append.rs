@@ -10,7 +10,7 @@ use crate::error::Result;
 use std::sync::Arc;
 
 /// Rows by which an exact buffer grows until it has its full size.
-const STEP: usize = 64;
+pub(super) const STEP: usize = 64;
 /// Tokens up to which neighbouring packed blocks of one codec are joined into one segment.
 const SEGMENT: usize = 4096;
 
@@ -102,6 +102,12 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(())
     }
 
+    /// The codecs whose tables the frames hold: those of a tier that packs, if there are tiers. All of them need the same tables.
+    fn frame_codecs(&self) -> [Option<Arc<Codec>>; 2] {
+        let Some(tiers) = &self.tiers else { return self.codecs.clone() };
+        std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
+    }
+
     /// Packs the oldest block of the window.
     fn flush(&mut self) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
@@ -109,20 +115,21 @@ impl<E: Engine + Clone> LayerCache<E> {
         let frames = match &self.frames {
             Some(frames) => frames.clone(),
             None => {
+                let codecs = self.frame_codecs();
                 let frame = |codec: &Option<Arc<Codec>>, centred: bool, block: &E::Tensor| match codec {
                     Some(codec) => self.engine.frame(codec, centred, block, None),
                     None => Ok(Frame::default()),
                 };
-                [frame(&self.codecs[0], self.recipe.centred, &keys)?, frame(&self.codecs[1], false, &values)?]
+                [frame(&codecs[0], self.recipe.centred, &keys)?, frame(&codecs[1], false, &values)?]
             }
         };
-        let pack = |codec: &Option<Arc<Codec>>, frame: &Frame<E::Tensor>, block: &E::Tensor| match codec {
-            Some(codec) => self.engine.encode(codec, frame.clone(), block).map(Stored::Packed),
-            None => Ok(Stored::Exact { rows: self.engine.compact(block)?, len: BLOCK }),
-        };
         let start = self.offset - self.window_len;
-        let (k, v) = (pack(&self.codecs[0], &frames[0], &keys)?, pack(&self.codecs[1], &frames[1], &values)?);
-        let segment = Segment { start, keys: k, values: v };
+        let exact = |rows: &E::Tensor| Stored::Exact { rows: rows.clone(), len: BLOCK };
+        let fresh = Segment { start, keys: exact(&keys), values: exact(&values) };
+        let (body, blocks) = match &self.tiers {
+            Some(tiers) => self.retier(tiers, &fresh, &frames)?,
+            None => (self.packed(&fresh, &frames)?, vec![]),
+        };
         let rest = [&window.keys, &window.values].map(|w| w.slice(2, BLOCK, self.window_len));
         let [rest_k, rest_v] = rest;
         let (rest_k, rest_v) = (rest_k?, rest_v?);
@@ -135,16 +142,41 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.window = Some(moved);
         self.window_len -= BLOCK;
         self.frames = Some(frames);
-        match self.body.last().map(|last| join(last, &segment)) {
-            Some(Some(joined)) => *self.body.last_mut().expect("a last segment") = joined?,
-            _ => self.body.push(segment),
+        self.body = body;
+        if let Some(tiers) = &mut self.tiers {
+            tiers.blocks = blocks;
         }
         Ok(())
+    }
+
+    /// The body with a fresh block packed behind it.
+    fn packed(
+        &self,
+        fresh: &Segment<E::Tensor>,
+        frames: &[Frame<E::Tensor>; 2],
+    ) -> Result<Vec<Segment<E::Tensor>>> {
+        let pack = |i: usize, side: &Stored<E::Tensor>| match (&self.codecs[i], side) {
+            (Some(codec), Stored::Exact { rows, .. }) => {
+                self.engine.encode(codec, frames[i].clone(), rows).map(Stored::Packed)
+            }
+            (None, Stored::Exact { rows, len }) => {
+                Ok(Stored::Exact { rows: self.engine.compact(rows)?, len: *len })
+            }
+            (_, packed) => Ok(packed.clone()),
+        };
+        let packed =
+            Segment { start: fresh.start, keys: pack(0, &fresh.keys)?, values: pack(1, &fresh.values)? };
+        let mut body = self.body.clone();
+        match body.last().and_then(|last| join(last, &packed)) {
+            Some(joined) => *body.last_mut().expect("a last segment") = joined?,
+            None => body.push(packed),
+        }
+        Ok(body)
     }
 }
 
 /// One segment from two neighbours, if both sides can be joined and the result is not too long.
-fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
+pub(super) fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
     if a.keys.len() + b.keys.len() > SEGMENT || a.start + a.keys.len() != b.start {
         return None;
     }

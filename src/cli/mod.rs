@@ -5,6 +5,7 @@
 mod compare;
 mod compress;
 mod inspect;
+mod plan;
 mod restore;
 mod verify;
 
@@ -39,6 +40,8 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare recipes on one prompt cache
     Compare(compare::Arguments),
+    /// Show what a tier policy decides, and what that costs
+    Plan(plan::Arguments),
     /// List the presets
     Recipes,
 }
@@ -115,6 +118,7 @@ pub fn run() -> ExitCode {
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
+        Command::Plan(arguments) => plan::run(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {

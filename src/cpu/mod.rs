@@ -8,6 +8,7 @@ mod blocks;
 mod dense;
 mod domain;
 mod fused;
+mod masses;
 mod products;
 mod rows;
 mod simd;
@@ -146,6 +147,15 @@ impl Engine for Cpu {
         rules: &Rules<Tensor>,
     ) -> Result<Tensor> {
         fused::attend(segments, queries, rules)
+    }
+
+    fn masses(
+        &self,
+        segments: &[Segment<Tensor>],
+        queries: &Tensor,
+        rules: &Rules<Tensor>,
+    ) -> Result<Vec<f32>> {
+        masses::masses(segments, queries, rules)
     }
 
     fn dtype(&self, tensor: &Tensor) -> Result<Dtype> {

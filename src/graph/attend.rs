@@ -2,7 +2,7 @@
 
 use super::Graph;
 use super::stages::num;
-use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, sees};
+use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, sees, shares};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::mlx_ops::{self, slice};
@@ -16,8 +16,59 @@ pub(super) fn attend(
     queries: &Array,
     rules: &Rules<Array>,
 ) -> Result<Array> {
+    let (weights, sizes) = weights(graph, segments, queries, rules)?;
+    let [b, h, g, l] = [sizes.batch, sizes.heads, sizes.group, sizes.queries].map(|n| n as i32);
+    let mut out: Option<Array> = None;
+    let mut start = 0;
+    for s in segments {
+        let end = start + s.values.len();
+        let part = slice(&weights, 3, start, end)?;
+        start = end;
+        let sum = match &s.values {
+            Stored::Packed(codes) => graph.weighted_sum(codes, &part)?,
+            Stored::Exact { rows, len } => {
+                let values = super::float(&slice(rows, 2, 0, *len)?, "values")?;
+                let part = part.reshape(&[b, h, g * l, *len as i32])?;
+                matmul(part, values)?.reshape(&[b, h * g, l, sizes.value_dim as i32])?
+            }
+        };
+        out = Some(match out {
+            Some(out) => out.add(sum)?,
+            None => sum,
+        });
+    }
+    let out = out.ok_or(Error::Shape { what: "segments", expected: "at least one".into(), got: vec![] })?;
+    Ok(out.as_dtype(queries.dtype())?)
+}
+
+/// Share of attention that each segment receives; evaluates one sum a segment.
+pub(super) fn masses(
+    graph: &Graph,
+    segments: &[Segment<Array>],
+    queries: &Array,
+    rules: &Rules<Array>,
+) -> Result<Vec<f32>> {
+    let (weights, _) = weights(graph, segments, queries, rules)?;
+    let by_token = weights.sum_axes(&[0, 1, 2], false)?;
+    let mut sums = vec![];
+    let mut start = 0;
+    for s in segments {
+        let end = start + s.keys.len();
+        sums.push(slice(&by_token, 0, start, end)?.sum(true)?.reshape(&[1])?);
+        start = end;
+    }
+    let sums = graph.get(&super::join(sums)?)?.to_f32()?;
+    Ok(shares(&sums.into_iter().map(f64::from).collect::<Vec<_>>()))
+}
+
+/// Softmax weights f32 [B, Hq, L, T] over all segments.
+fn weights(
+    graph: &Graph,
+    segments: &[Segment<Array>],
+    queries: &Array,
+    rules: &Rules<Array>,
+) -> Result<(Array, Sizes)> {
     let sizes = check(segments, &mlx_ops::shape(queries), rules)?;
-    let dtype = queries.dtype();
     let q = super::float(queries, "queries")?;
     let [b, h, g, l] = [sizes.batch, sizes.heads, sizes.group, sizes.queries].map(|n| n as i32);
     let folded = q.reshape(&[b, h, g * l, sizes.key_dim as i32])?;
@@ -42,28 +93,7 @@ pub(super) fn attend(
     if let Some(mask) = &rules.mask {
         scores = masked(scores, mask)?;
     }
-    let weights = softmax(&scores, rules.sink_logits.as_ref())?;
-    let mut out: Option<Array> = None;
-    let mut start = 0;
-    for s in segments {
-        let end = start + s.values.len();
-        let part = slice(&weights, 3, start, end)?;
-        start = end;
-        let sum = match &s.values {
-            Stored::Packed(codes) => graph.weighted_sum(codes, &part)?,
-            Stored::Exact { rows, len } => {
-                let values = super::float(&slice(rows, 2, 0, *len)?, "values")?;
-                let part = part.reshape(&[b, h, g * l, *len as i32])?;
-                matmul(part, values)?.reshape(&[b, h * g, l, sizes.value_dim as i32])?
-            }
-        };
-        out = Some(match out {
-            Some(out) => out.add(sum)?,
-            None => sum,
-        });
-    }
-    let out = out.ok_or(Error::Shape { what: "segments", expected: "at least one".into(), got: vec![] })?;
-    Ok(out.as_dtype(dtype)?)
+    Ok((softmax(&scores, rules.sink_logits.as_ref())?, sizes))
 }
 
 /// f32 softmax over the last axis with an extra logit a head; a row that sees nothing gets weights of zero.

@@ -212,6 +212,10 @@ impl Engine for Graph {
         attend::attend(self, segments, queries, rules)
     }
 
+    fn masses(&self, segments: &[Segment<Array>], queries: &Array, rules: &Rules<Array>) -> Result<Vec<f32>> {
+        attend::masses(self, segments, queries, rules)
+    }
+
     fn dtype(&self, tensor: &Array) -> Result<Dtype> {
         match tensor.dtype() {
             MlxDtype::Float32 => Ok(Dtype::F32),

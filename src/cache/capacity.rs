@@ -1,0 +1,172 @@
+//! What a cache of a given length will cost, from the row bytes of the codecs that the cache itself uses.
+//!
+//! bytes(T) = layers * heads * (exact rows + sum over tiers of tokens * row bytes + tables), with tokens laid out and tiers decided as
+//! the cache does it; so the plan of a half-precision cache equals its `nbytes`.
+
+use super::append::STEP;
+use super::tiers::tier_codecs;
+use crate::codec::Codec;
+use crate::compressor::BLOCK;
+use crate::error::Result;
+use crate::policy::{Action, Block, ModelShape, ProgressivePolicy, TierPolicy};
+use crate::recipe::Recipe;
+use crate::spec::Side;
+use serde::Serialize;
+use std::sync::Arc;
+
+/// The layout of caches by a recipe and a tier policy.
+#[derive(Clone, Debug)]
+pub struct Plan {
+    policy: TierPolicy,
+    shape: ModelShape,
+    sinks: usize,
+    window: usize,
+    /// Whether anything is packed.
+    packs: bool,
+    /// Bits and bytes of a key and of a value in each tier.
+    tiers: Vec<[(f32, usize); 2]>,
+    table_bytes: usize,
+}
+
+/// Tokens of one tier, over all layers.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct PlanPart {
+    /// `sinks`, `window`, `tables`, or the name of the tier.
+    pub tier: String,
+    /// Tokens of a layer.
+    pub tokens: usize,
+    /// Bits of a code of the keys.
+    pub key_bits: f32,
+    /// Bits of a code of the values.
+    pub value_bits: f32,
+    /// Bytes of all layers.
+    pub bytes: usize,
+}
+
+impl Plan {
+    /// The plan of caches by a recipe and a policy.
+    ///
+    /// # Errors
+    /// [`crate::Error::Unsupported`] if the recipe has no form for these head dims or at a tier's bits.
+    pub fn new(recipe: &Recipe, policy: &TierPolicy, shape: &ModelShape) -> Result<Plan> {
+        let codec = |side, dim| -> Result<Option<Arc<Codec>>> {
+            recipe.spec(side, 0, dim)?.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
+        };
+        let codecs = [codec(Side::Key, shape.key_dim)?, codec(Side::Value, shape.value_dim)?];
+        let tiers = match policy {
+            TierPolicy::None => vec![codecs.clone()],
+            policy => tier_codecs(&codecs, &policy.bits())?,
+        };
+        let row = |codec: &Option<Arc<Codec>>, dim: usize| match codec {
+            Some(codec) => (codec.spec().nominal_bits(), codec.row_bytes()),
+            None => (16.0, 2 * dim),
+        };
+        let spec = |i: usize| tiers.iter().rev().find_map(|t| t[i].as_ref()).map(|c| *c.spec());
+        let tables = [(recipe.centred, shape.key_dim), (false, shape.value_dim)];
+        let tables = tables.iter().enumerate().filter_map(|(i, &(centred, dim))| {
+            let spec = spec(i)?;
+            let count = usize::from(centred) + usize::from(spec.equalised) + usize::from(spec.outliers > 0);
+            Some(4 * dim * count)
+        });
+        Ok(Plan {
+            policy: policy.clone(),
+            shape: *shape,
+            sinks: recipe.sinks,
+            window: recipe.window,
+            packs: codecs.iter().any(Option::is_some),
+            table_bytes: tables.sum(),
+            tiers: tiers.iter().map(|t| [row(&t[0], shape.key_dim), row(&t[1], shape.value_dim)]).collect(),
+        })
+    }
+
+    /// The parts of a cache of `tokens` tokens. A policy by attention is given masses that rise evenly with the position.
+    pub fn parts(&self, tokens: usize) -> Vec<PlanPart> {
+        let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
+        let heads = layers * kv_heads;
+        let exact = |tier: &str, tokens: usize, rows: usize| PlanPart {
+            tier: tier.into(),
+            tokens,
+            key_bits: 16.0,
+            value_bits: 16.0,
+            bytes: heads * rows * 2 * (key_dim + value_dim),
+        };
+        let sinks = self.sinks.min(tokens);
+        let (full, rest) = (self.window + BLOCK, tokens - sinks);
+        let count = if self.packs { rest.saturating_sub(full).div_ceil(BLOCK) } else { 0 };
+        let held = rest - count * BLOCK;
+        let most = if self.packs { full } else { usize::MAX };
+        let rows = if count > 0 { full } else { held.next_multiple_of(STEP).min(most) };
+        let mut parts = vec![];
+        if sinks > 0 {
+            parts.push(exact("sinks", sinks, sinks.next_multiple_of(STEP).min(self.sinks)));
+        }
+        let mut tiers = vec![0; self.tiers.len()];
+        for (block, action) in self.blocks(sinks, count) {
+            match action {
+                Action::Keep => tiers[0] += block.len,
+                Action::Recode(tier) => tiers[tier] += block.len,
+                Action::Drop => {}
+            }
+        }
+        for (i, tokens) in tiers.into_iter().enumerate() {
+            let [(key_bits, key), (value_bits, value)] = self.tiers[i];
+            let bytes = heads * tokens * (key + value);
+            parts.push(PlanPart { tier: self.policy.name(i), tokens, key_bits, value_bits, bytes });
+        }
+        parts.push(exact("window", held, rows));
+        let bytes = if count > 0 { heads * self.table_bytes } else { 0 };
+        parts.push(PlanPart { tier: "tables".into(), tokens: 0, key_bits: 32.0, value_bits: 32.0, bytes });
+        parts
+    }
+
+    /// What the policy would be shown, and its answer.
+    fn blocks(&self, sinks: usize, count: usize) -> Vec<(Block, Action)> {
+        let all = (count * (count + 1) / 2) as f32;
+        let block = |j: usize| Block {
+            start: sinks + j * BLOCK,
+            len: BLOCK,
+            age: (count - 1 - j) * BLOCK + self.window,
+            mass: (j + 1) as f32 / all,
+            observed: u32::MAX,
+            tier: 0,
+            pinned: false,
+        };
+        let blocks: Vec<Block> = (0..count).map(block).collect();
+        let actions = self.policy.decide(&blocks);
+        blocks.into_iter().zip(actions).collect()
+    }
+
+    /// Bytes of a cache of `tokens` tokens.
+    pub fn bytes(&self, tokens: usize) -> usize {
+        self.parts(tokens).iter().map(|p| p.bytes).sum()
+    }
+
+    /// Bytes of the same keys and values in half precision, without any allowance.
+    pub fn fp16_bytes(&self, tokens: usize) -> usize {
+        let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
+        layers * kv_heads * tokens * 2 * (key_dim + value_dim)
+    }
+
+    /// The longest cache that fits into `budget` bytes. More than 2^26 tokens are not looked for.
+    pub fn capacity(&self, budget: usize) -> usize {
+        let (mut low, mut high) = (0, 1);
+        while high < 1 << 26 && self.bytes(high) <= budget {
+            (low, high) = (high, 2 * high);
+        }
+        while high - low > 1 {
+            let middle = low + (high - low) / 2;
+            if self.bytes(middle) <= budget { low = middle } else { high = middle }
+        }
+        low
+    }
+}
+
+impl ProgressivePolicy {
+    /// The longest context of a model whose cache fits into `budget` bytes, see [`Plan::capacity`].
+    ///
+    /// # Errors
+    /// As [`Plan::new`].
+    pub fn capacity(&self, recipe: &Recipe, shape: &ModelShape, budget: usize) -> Result<usize> {
+        Ok(Plan::new(recipe, &TierPolicy::Progressive(self.clone()), shape)?.capacity(budget))
+    }
+}

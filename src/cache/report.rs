@@ -1,0 +1,141 @@
+//! What a cache holds: one line a segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
+
+use super::{Exact, LayerCache};
+use crate::attention::Stored;
+use crate::codes::{Buffer, Frame};
+use crate::engine::Engine;
+use crate::policy::Ema;
+use serde::Serialize;
+
+/// A run of tokens of one tier.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct Part {
+    /// `sinks`, `window`, or the name of the tier.
+    pub tier: String,
+    /// Position of the first token.
+    pub start: usize,
+    /// Tokens.
+    pub tokens: usize,
+    /// Bits of a code of the keys; 16 or 32 for exact ones.
+    pub key_bits: f32,
+    /// Bits of a code of the values, likewise.
+    pub value_bits: f32,
+    /// Bytes of the buffers, rows that hold no token yet included.
+    pub bytes: usize,
+    /// Share of all attention that the tokens receive; zero if no policy looks at it.
+    pub mass: f32,
+}
+
+/// What a layer holds.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct LayerReport {
+    /// The segments in token order.
+    pub parts: Vec<Part>,
+    /// Bytes of tables: frames and calibrated levels.
+    pub table_bytes: usize,
+    /// Position of the next token.
+    pub offset: usize,
+}
+
+impl LayerReport {
+    /// Bytes of everything.
+    pub fn bytes(&self) -> usize {
+        self.table_bytes + self.parts.iter().map(|p| p.bytes).sum::<usize>()
+    }
+
+    /// Tokens held.
+    pub fn tokens(&self) -> usize {
+        self.parts.iter().map(|p| p.tokens).sum()
+    }
+
+    /// Tokens and bytes of all parts of one tier.
+    pub fn of(&self, tier: &str) -> (usize, usize) {
+        let parts = self.parts.iter().filter(|p| p.tier == tier);
+        parts.fold((0, 0), |(tokens, bytes), p| (tokens + p.tokens, bytes + p.bytes))
+    }
+}
+
+impl<E: Engine + Clone> LayerCache<E> {
+    /// Bytes of every buffer, allocated rows that hold no token yet included.
+    pub fn nbytes(&self) -> usize {
+        let exact: usize = [&self.sinks, &self.window].into_iter().flatten().map(bytes_of_exact).sum();
+        let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
+        exact + self.table_bytes() + body.sum::<usize>()
+    }
+
+    fn table_bytes(&self) -> usize {
+        let frames: usize = self.frames.iter().flatten().map(Frame::nbytes).sum();
+        frames + self.codecs.iter().flatten().filter_map(|c| c.fitted()).map(|l| 4 * l.len()).sum::<usize>()
+    }
+
+    /// What the cache holds, segment by segment.
+    ///
+    /// # Errors
+    /// The engine's own.
+    pub fn report(&self) -> crate::Result<LayerReport> {
+        let masses = self.tiers.as_ref().map_or([Ema::default(); 2], |t| t.exact);
+        let mut parts = vec![];
+        let bits = |side: &Stored<E::Tensor>| -> crate::Result<f32> {
+            Ok(match side {
+                Stored::Exact { rows, .. } => 8.0 * self.engine.dtype(rows)?.bytes() as f32,
+                Stored::Packed(codes) => codes.codec().spec().nominal_bits(),
+            })
+        };
+        for segment in self.segments() {
+            let (start, tokens) = (segment.start, segment.keys.len());
+            let in_body = self.body.iter().any(|b| b.start == start);
+            let inside = |b: &&super::tiers::Held| (start..start + tokens).contains(&b.start);
+            let tiers = self.tiers.as_ref().filter(|_| in_body);
+            let (tier, mass) = match tiers.and_then(|t| Some((t, t.blocks.iter().find(inside)?))) {
+                Some((tiers, first)) => (
+                    tiers.policy.name(first.tier),
+                    tiers.blocks.iter().filter(inside).map(|b| b.mass.value()).sum(),
+                ),
+                None if in_body => ("packed".into(), 0.0),
+                None if start < self.sinks_len => ("sinks".into(), masses[0].value()),
+                None => ("window".into(), masses[1].value()),
+            };
+            parts.push(Part {
+                tier,
+                start,
+                tokens,
+                key_bits: bits(&segment.keys)?,
+                value_bits: bits(&segment.values)?,
+                bytes: bytes_of(&segment.keys) + bytes_of(&segment.values),
+                mass,
+            });
+        }
+        // A window without a token has its buffer all the same.
+        if let Some(window) = self.window.as_ref().filter(|_| self.window_len == 0) {
+            parts.push(self.empty("window", window)?);
+        }
+        if let Some(sinks) = self.sinks.as_ref().filter(|_| self.sinks_len == 0) {
+            parts.push(self.empty("sinks", sinks)?);
+        }
+        Ok(LayerReport { parts, table_bytes: self.table_bytes(), offset: self.offset })
+    }
+
+    fn empty(&self, tier: &str, exact: &Exact<E::Tensor>) -> crate::Result<Part> {
+        let bits = |rows: &E::Tensor| self.engine.dtype(rows).map(|d| 8.0 * d.bytes() as f32);
+        Ok(Part {
+            tier: tier.into(),
+            start: self.offset,
+            tokens: 0,
+            key_bits: bits(&exact.keys)?,
+            value_bits: bits(&exact.values)?,
+            bytes: bytes_of_exact(exact),
+            mass: 0.0,
+        })
+    }
+}
+
+fn bytes_of_exact<T: Buffer>(exact: &Exact<T>) -> usize {
+    exact.keys.nbytes() + exact.values.nbytes()
+}
+
+fn bytes_of<T: Buffer>(side: &Stored<T>) -> usize {
+    match side {
+        Stored::Exact { rows, .. } => rows.nbytes(),
+        Stored::Packed(codes) => codes.words().nbytes() + codes.scales().nbytes(),
+    }
+}

@@ -1,0 +1,249 @@
+//! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes.
+
+use super::{RecipeArguments, bytes, print_json, table};
+use serde::Serialize;
+use std::path::PathBuf;
+use std::time::Instant;
+use turbomoq::cache::{LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, Plan, PlanPart};
+use turbomoq::cpu::Cpu;
+use turbomoq::policy::{ModelShape, TierPolicy};
+use turbomoq::prompt_cache::{Layer, PromptCache};
+use turbomoq::rng::Rng;
+use turbomoq::{Dtype, Error, Result, Tensor};
+
+/// Tokens of an append while measuring.
+const CHUNK: usize = 1024;
+
+/// Arguments of the command.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Prompt cache of mlx-lm that gives layers, heads, channels and tokens
+    input: Option<PathBuf>,
+    #[command(flatten)]
+    recipe: RecipeArguments,
+    /// none, progressive or attention, with tiers if they are not the default ones: `progressive:1024=16/16,8192=4/4,rest=2/2`
+    #[arg(long, default_value = "progressive")]
+    policy: String,
+    /// Tokens of the cache
+    #[arg(long)]
+    tokens: Option<usize>,
+    /// Layers with keys and values
+    #[arg(long, default_value_t = 36)]
+    layers: usize,
+    /// KV heads of a layer
+    #[arg(long, default_value_t = 8)]
+    kv_heads: usize,
+    /// Channels of a key and of a value
+    #[arg(long, default_value_t = 128)]
+    head_dim: usize,
+    /// Also the longest context that fits into so many MiB
+    #[arg(long)]
+    budget_mib: Option<usize>,
+    /// Fill a CPU cache of one layer with random tokens and show what it really holds
+    #[arg(long)]
+    measure: bool,
+    /// Print as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Serialize)]
+struct Output {
+    policy: TierPolicy,
+    recipe: String,
+    shape: ModelShape,
+    tokens: usize,
+    parts: Vec<PlanPart>,
+    bytes: usize,
+    fp16_bytes: usize,
+    /// fp16 bytes over bytes: how much longer a context of the same bytes is.
+    expansion: f64,
+    /// Longest context in the budget, with the tiers and in half precision.
+    capacity: Option<[usize; 2]>,
+    measured: Option<Measured>,
+}
+
+#[derive(Serialize)]
+struct Measured {
+    layer: Vec<PlanPart>,
+    bytes: usize,
+    expansion: f64,
+    /// Greatest bytes held between two appends.
+    peak_bytes: usize,
+    /// Time of all appends: packing and every demotion.
+    ms_per_token: f64,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let recipe = arguments.recipe.recipe()?;
+    let policy: TierPolicy = arguments.policy.parse()?;
+    let (shape, tokens) = shape(arguments)?;
+    let plan = Plan::new(&recipe, &policy, &shape)?;
+    let capacity = arguments.budget_mib.map(|mib| {
+        let budget = mib.saturating_mul(1 << 20);
+        [plan.capacity(budget), budget / plan.fp16_bytes(1).max(1)]
+    });
+    let (parts, total) = (plan.parts(tokens), plan.bytes(tokens));
+    let fp16_bytes = plan.fp16_bytes(tokens);
+    let measured = match arguments.measure {
+        true => Some(measure(arguments, &policy, &shape, tokens)?),
+        false => None,
+    };
+    let output = Output {
+        recipe: recipe.to_string(),
+        expansion: fp16_bytes as f64 / total.max(1) as f64,
+        bytes: total,
+        policy,
+        shape,
+        tokens,
+        parts,
+        fp16_bytes,
+        capacity,
+        measured,
+    };
+    if arguments.json {
+        print_json(&output);
+    } else {
+        print(&output);
+    }
+    Ok(())
+}
+
+fn shape(arguments: &Arguments) -> Result<(ModelShape, usize)> {
+    let refuse = |field, value: usize| {
+        Err(Error::Unsupported { field, value: value.to_string(), reason: "1 to 2^26".into() })
+    };
+    let given = |tokens: usize| arguments.tokens.unwrap_or(tokens);
+    let (shape, tokens) = match &arguments.input {
+        None => {
+            let d = arguments.head_dim;
+            let (layers, kv_heads) = (arguments.layers, arguments.kv_heads);
+            (ModelShape { layers, kv_heads, key_dim: d, value_dim: d }, given(131_072))
+        }
+        Some(path) => {
+            let cache = PromptCache::read(path)?;
+            let kv: Vec<_> = cache
+                .layers
+                .iter()
+                .filter_map(|layer| match layer {
+                    Layer::Kv { kv: Some(kv), .. } => Some((kv.keys.shape(), kv.values.shape())),
+                    _ => None,
+                })
+                .collect();
+            let Some((k, v)) = kv.first() else {
+                let detail = "no layer with plain keys and values".into();
+                return Err(Error::Format { path: path.clone(), detail });
+            };
+            let shape = ModelShape { layers: kv.len(), kv_heads: k[1], key_dim: k[3], value_dim: v[3] };
+            (shape, given(k[2]))
+        }
+    };
+    for (field, n) in [("tokens", tokens), ("layers", shape.layers), ("kv_heads", shape.kv_heads)] {
+        if n == 0 || n > 1 << 26 {
+            return refuse(field, n);
+        }
+    }
+    Ok((shape, tokens))
+}
+
+/// Fills one layer and looks at its buffers.
+fn measure(
+    arguments: &Arguments,
+    policy: &TierPolicy,
+    shape: &ModelShape,
+    tokens: usize,
+) -> Result<Measured> {
+    let ModelShape { kv_heads, key_dim, value_dim, .. } = *shape;
+    let layer = LayerShape { key_dim, value_dim };
+    let mut cache = LayerCache::new(Cpu, &arguments.recipe.recipe()?, 0, layer)?;
+    cache = cache.with_tiers(policy, OBSERVE_EVERY)?;
+    let mut rng = Rng::new(1, 0);
+    let mut random = |dim: usize, n: usize| {
+        let values = (0..kv_heads * n * dim).map(|_| rng.normal() as f32).collect();
+        Tensor::from_f32(Dtype::F16, &[1, kv_heads, n, dim], values)
+    };
+    let (mut seconds, mut peak_bytes, mut done) = (0.0, 0, 0);
+    while done < tokens {
+        let n = CHUNK.min(tokens - done);
+        let (k, v) = (random(key_dim, n)?, random(value_dim, n)?);
+        let clock = Instant::now();
+        cache.append(&k, &v)?;
+        seconds += clock.elapsed().as_secs_f64();
+        peak_bytes = peak_bytes.max(cache.nbytes());
+        done += n;
+    }
+    let report = cache.report()?;
+    let fp16 = kv_heads * tokens * 2 * (key_dim + value_dim);
+    Ok(Measured {
+        layer: by_tier(&report),
+        bytes: report.bytes(),
+        expansion: fp16 as f64 / report.bytes() as f64,
+        peak_bytes,
+        ms_per_token: 1e3 * seconds / tokens as f64,
+    })
+}
+
+/// The segments of a report, those of one tier together.
+fn by_tier(report: &LayerReport) -> Vec<PlanPart> {
+    let mut parts: Vec<PlanPart> = vec![];
+    for part in &report.parts {
+        match parts.iter_mut().find(|p| p.tier == part.tier) {
+            Some(sum) => {
+                sum.tokens += part.tokens;
+                sum.bytes += part.bytes;
+            }
+            None => parts.push(PlanPart {
+                tier: part.tier.clone(),
+                tokens: part.tokens,
+                key_bits: part.key_bits,
+                value_bits: part.value_bits,
+                bytes: part.bytes,
+            }),
+        }
+    }
+    let bytes = report.table_bytes;
+    parts.push(PlanPart { tier: "tables".into(), tokens: 0, key_bits: 32.0, value_bits: 32.0, bytes });
+    parts
+}
+
+fn print(output: &Output) {
+    let ModelShape { layers, kv_heads, key_dim, value_dim } = output.shape;
+    println!(
+        "{} tokens, {layers} layers, {kv_heads} KV heads, {key_dim}/{value_dim} channels",
+        output.tokens
+    );
+    println!("policy {}, recipe {}", output.policy, output.recipe);
+    print_parts(&output.parts);
+    println!(
+        "{} against {} in fp16: {:.2} times the context",
+        bytes(output.bytes as u64),
+        bytes(output.fp16_bytes as u64),
+        output.expansion
+    );
+    if let Some([tiers, fp16]) = output.capacity {
+        println!("longest context in the budget: {tiers} tokens, {fp16} in fp16");
+    }
+    if let Some(m) = &output.measured {
+        println!("\nmeasured, one layer on the CPU engine:");
+        print_parts(&m.layer);
+        println!(
+            "{} held, at most {}; {:.2} times the context; {:.3} ms a token for packing and demotion",
+            bytes(m.bytes as u64),
+            bytes(m.peak_bytes as u64),
+            m.expansion,
+            m.ms_per_token
+        );
+    }
+}
+
+fn print_parts(parts: &[PlanPart]) {
+    let mut table = table(&["tier", "tokens", "bits K / V", "bytes", "bytes a token"]);
+    for p in parts {
+        let each =
+            if p.tokens == 0 { "-".into() } else { format!("{:.1}", p.bytes as f64 / p.tokens as f64) };
+        let bits = format!("{} / {}", p.key_bits, p.value_bits);
+        table.add_row([p.tier.clone(), p.tokens.to_string(), bits, p.bytes.to_string(), each]);
+    }
+    println!("{table}");
+}
