@@ -44,6 +44,9 @@ pub(super) struct Tiers {
     unobserved: usize,
 }
 
+/// Segments, and the blocks in them.
+type Body<T> = (Vec<Segment<T>>, Vec<Held>);
+
 /// A run of tokens of one tier on its way into the body.
 struct Piece<T> {
     segment: Segment<T>,
@@ -156,7 +159,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         tiers: &Tiers,
         fresh: &Segment<E::Tensor>,
         frames: &[Frame<E::Tensor>; 2],
-    ) -> Result<(Vec<Segment<E::Tensor>>, Vec<Held>)> {
+    ) -> Result<Body<E::Tensor>> {
         let mut held = tiers.blocks.clone();
         held.push(Held { start: fresh.start, len: fresh.keys.len(), tier: 0, mass: Ema::default() });
         let actions = tiers.policy.decide(&self.facts(tiers, &held));
