@@ -89,7 +89,7 @@ mod mlx {
             // One evaluation a token: the sums below pull everything.
             let b = b.as_dtype(Dtype::Float32)?;
             let e = a.as_dtype(Dtype::Float32)?.subtract(&b)?.square()?.sum(None)?;
-            let sums = ops::stack(&[e, b.square()?.sum(None)?])?;
+            let sums = ops::stack(&[e, b.square()?.sum(None)?], 0)?;
             let sums = graph.get(&sums)?.to_f32()?;
             error += f64::from(sums[0]);
             norm += f64::from(sums[1]);
