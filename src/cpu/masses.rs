@@ -16,11 +16,10 @@ pub(super) fn masses(
     let (l, tokens, heads) = (sizes.queries, sizes.tokens, sizes.heads * sizes.group);
     let positions = positions(segments);
     let last = positions.last().copied().unwrap_or(0);
-    let mask = rules
-        .mask
-        .as_ref()
-        .map(|m| Ok::<_, crate::Error>((additive(m)?, m.shape()[0], m.shape()[1])))
-        .transpose()?;
+    let mask = match &rules.mask {
+        Some(m) => Some((additive(m)?, m.shape()[0], m.shape()[1])),
+        None => None,
+    };
     let sinks = rules.sink_logits.as_ref().map(Tensor::to_f32).transpose()?;
     let mut parts = vec![];
     for s in segments {
