@@ -330,11 +330,22 @@ impl Tensor {
 
     /// Row-major index and value of the first NaN or infinity, if the tensor is a float one and has any.
     pub fn first_non_finite(&self) -> Option<(usize, f32)> {
-        let find = |it: &mut dyn Iterator<Item = f32>| it.enumerate().find(|(_, x)| !x.is_finite());
+        // Exponents of all ones, as bits: a half type need not be converted to be looked at.
+        fn first<T: Element>(
+            a: &ArcArray<T, IxDyn>,
+            bad: impl Fn(&T) -> bool,
+            f32_of: impl Fn(T) -> f32,
+        ) -> Option<(usize, f32)> {
+            let at = match a.as_slice() {
+                Some(slice) => slice.iter().position(&bad),
+                None => a.iter().position(&bad),
+            }?;
+            a.iter().nth(at).map(|&x| (at, f32_of(x)))
+        }
         match self {
-            Tensor::F32(a) => find(&mut a.iter().copied()),
-            Tensor::F16(a) => find(&mut a.iter().map(|x| x.to_f32())),
-            Tensor::BF16(a) => find(&mut a.iter().map(|x| x.to_f32())),
+            Tensor::F32(a) => first(a, |x| !x.is_finite(), |x| x),
+            Tensor::F16(a) => first(a, |x| x.to_bits() & 0x7c00 == 0x7c00, f16::to_f32),
+            Tensor::BF16(a) => first(a, |x| x.to_bits() & 0x7f80 == 0x7f80, bf16::to_f32),
             _ => None,
         }
     }
