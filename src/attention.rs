@@ -78,7 +78,7 @@ pub struct Rules<T> {
     /// Over the tokens held, [B or 1, Hq or 1, L, T]: u8 (zero hides) or a float that is added (minus infinity, or the least finite
     /// value of its dtype, hides).
     pub mask: Option<T>,
-    /// A logit for each query head that takes part in the softmax and has no value: f32 [Hq].
+    /// A logit for each query head that takes part in the softmax and has no value: f32, one for each of Hq heads.
     pub sink_logits: Option<T>,
     /// Scores become `cap tanh(score / cap)` before the mask.
     pub soft_cap: Option<f32>,

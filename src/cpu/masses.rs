@@ -1,7 +1,8 @@
 //! How much attention each part of a cache receives: scores of every part, an f64 softmax, sums a part.
 
+use super::attend::{Hidden, greater};
 use super::{Cpu, dense_scores};
-use crate::attention::{Rules, Segment, Stored, additive, check, positions, sees, shares};
+use crate::attention::{Rules, Segment, Stored, check, shares};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -13,53 +14,33 @@ pub(super) fn masses(
     rules: &Rules<Tensor>,
 ) -> Result<Vec<f32>> {
     let sizes = check(segments, queries.shape(), rules)?;
-    let (l, tokens, heads) = (sizes.queries, sizes.tokens, sizes.heads * sizes.group);
-    let positions = positions(segments);
-    let last = positions.last().copied().unwrap_or(0);
-    let mask = match &rules.mask {
-        Some(m) => Some((additive(m)?, m.shape()[0], m.shape()[1])),
-        None => None,
+    let hidden = Hidden::new(segments, rules, sizes)?;
+    let (l, heads) = (sizes.queries, sizes.heads * sizes.group);
+    let score = |s: &Segment<Tensor>| match &s.keys {
+        Stored::Packed(codes) => Cpu.scores(codes, queries)?.to_f32(),
+        Stored::Exact { rows, len } => dense_scores(&rows.slice(2, 0, *len)?, queries)?.to_f32(),
     };
-    let sinks = rules.sink_logits.as_ref().map(Tensor::to_f32).transpose()?;
-    let mut parts = vec![];
-    for s in segments {
-        let scores = match &s.keys {
-            Stored::Packed(codes) => Cpu.scores(codes, queries)?,
-            Stored::Exact { rows, len } => dense_scores(&rows.slice(2, 0, *len)?, queries)?,
-        };
-        parts.push(scores.to_f32()?);
-    }
+    let mut parts = segments.iter().map(score).collect::<Result<Vec<_>>>()?;
     let mut sums = vec![0f64; segments.len()];
-    let mut row = Vec::with_capacity(tokens);
     for r in 0..sizes.batch * heads * l {
-        let (b, h, query) = (r / (heads * l), r / l % heads, r % l);
-        row.clear();
-        for (s, scores) in segments.iter().zip(&parts) {
+        let row = hidden.row(r / (heads * l), r / l % heads, r % l);
+        let (mut top, mut first) = (row.sink, 0);
+        for (s, scores) in segments.iter().zip(&mut parts) {
             let n = s.keys.len();
-            row.extend_from_slice(&scores[r * n..(r + 1) * n]);
+            top = greater(top, row.logits(first, s.start, &mut scores[r * n..][..n]));
+            first += n;
         }
-        let position = (last + query + 1).checked_sub(l);
-        let mask = mask.as_ref().map(|(mask, mb, mh)| {
-            &mask[((b.min(mb - 1) * mh + h.min(mh - 1)) * l + query) * tokens..][..tokens]
-        });
-        for (j, x) in row.iter_mut().enumerate() {
-            let seen = position.is_some_and(|p| sees(rules, b, p, positions[j]));
-            let added = mask.map_or(0.0, |m| m[j]);
-            let score = *x * rules.scale;
-            let score = rules.soft_cap.map_or(score, |cap| cap * (score / cap).tanh());
-            *x = if seen && added != f32::NEG_INFINITY { score + added } else { f32::NEG_INFINITY };
-        }
-        let sink = sinks.as_ref().map_or(f32::NEG_INFINITY, |s| s[h]);
-        let top = row.iter().copied().fold(sink, f32::max);
         if top == f32::NEG_INFINITY {
             continue;
         }
-        let weights = row.iter().map(|x| f64::from((x - top).exp()));
-        let total = f64::from((sink - top).exp()) + weights.clone().sum::<f64>();
-        let mut weights = weights;
-        for (sum, s) in sums.iter_mut().zip(segments) {
-            *sum += weights.by_ref().take(s.keys.len()).sum::<f64>() / total;
-        }
+        let weight = |x: f32| f64::from((x - top).exp());
+        let of = |s: &Segment<Tensor>, scores: &[f32]| -> f64 {
+            let n = s.keys.len();
+            scores[r * n..][..n].iter().map(|&x| weight(x)).sum()
+        };
+        let received: Vec<f64> = segments.iter().zip(&parts).map(|(s, scores)| of(s, scores)).collect();
+        let total = weight(row.sink) + received.iter().sum::<f64>();
+        sums.iter_mut().zip(received).for_each(|(sum, part)| *sum += part / total);
     }
     Ok(shares(&sums))
 }
