@@ -175,12 +175,6 @@ pub fn span<T>(rules: &Rules<T>, batch: usize, query: usize) -> Range<usize> {
     window.max(pad)..if rules.causal { query + 1 } else { usize::MAX }
 }
 
-/// Whether a query at position `query` of sequence `batch` sees a token at position `token`, mask apart.
-#[inline]
-pub fn sees<T>(rules: &Rules<T>, batch: usize, query: usize, token: usize) -> bool {
-    span(rules, batch, query).contains(&token)
-}
-
 /// Sums of attention as shares that add up to one, or to zero where no query sees a token.
 pub fn shares(sums: &[f64]) -> Vec<f32> {
     let total: f64 = sums.iter().sum();
@@ -224,6 +218,7 @@ mod tests {
 
     #[test]
     fn rules_hide_what_they_say() {
+        let sees = |rules: &Rules<Tensor>, batch, query, token| span(rules, batch, query).contains(&token);
         let mut rules = Rules::<Tensor>::causal(1.0);
         assert!(sees(&rules, 0, 5, 5) && !sees(&rules, 0, 5, 6));
         rules.sliding_window = Some(2);

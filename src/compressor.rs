@@ -147,7 +147,7 @@ impl<E: Engine> Compressor<E> {
             if !scalar || spec.outliers > 0 || t == 0 {
                 continue;
             }
-            // What the grid sees: centred, rotated rows of unit variance. Eight bits of a uniform grid say it finely enough.
+            // What the grid sees: centred, rotated rows of unit variance. Eight bits say it finely enough.
             let probe =
                 CodecSpec { bits: 8, grid: Grid::Lloyd, residual: crate::spec::Residual::None, ..spec };
             let codec = Codec::new(probe)?;

@@ -2,7 +2,7 @@
 
 use super::Graph;
 use super::stages::num;
-use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, sees, shares};
+use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, shares, span};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::mlx_ops::{self, slice};
@@ -134,21 +134,19 @@ fn masked(scores: Array, mask: &Array) -> Result<Array> {
 
 /// Tokens that the rules let each query see, [B or 1, 1, L, T]; `None` if they hide nothing.
 fn seen(segments: &[Segment<Array>], rules: &Rules<Array>, sizes: Sizes) -> Option<Array> {
-    let tokens = positions(segments);
-    let last = *tokens.last()?;
+    let ends = segments.iter().filter(|s| !s.keys.is_empty()).map(|s| (s.start, s.start + s.keys.len() - 1));
+    let (first, last) = ends.reduce(|a, b| (a.0, b.1))?;
     let rows = if rules.left_padding.is_empty() { 1 } else { sizes.batch };
-    let mut all = true;
-    let mut bits = Vec::with_capacity(rows * sizes.queries * sizes.tokens);
-    for b in 0..rows {
-        for i in 0..sizes.queries {
-            let query = (last + i + 1).checked_sub(sizes.queries);
-            for &token in &tokens {
-                let bit = query.is_some_and(|q| sees(rules, b, q, token));
-                all &= bit;
-                bits.push(bit);
-            }
-        }
+    // The last query stands at the last token; one further back may stand before the first.
+    let query = |i: usize| (last + i + 1).checked_sub(sizes.queries);
+    let spans = (0..rows).flat_map(|b| (0..sizes.queries).map(move |i| (b, i)));
+    let spans: Vec<_> = spans.map(|(b, i)| query(i).map_or(0..0, |q| span(rules, b, q))).collect();
+    // What one token asks in a decode step: positions rise, so a span with both ends holds all of them.
+    if spans.iter().all(|s| s.contains(&first) && s.contains(&last)) {
+        return None;
     }
+    let tokens = positions(segments);
+    let bits: Vec<bool> = spans.iter().flat_map(|s| tokens.iter().map(|token| s.contains(token))).collect();
     let shape = [rows, 1, sizes.queries, sizes.tokens].map(|n| n as i32);
-    (!all).then(|| Array::from_slice(&bits, &shape))
+    Some(Array::from_slice(&bits, &shape))
 }
