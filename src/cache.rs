@@ -6,12 +6,14 @@
 
 mod append;
 mod capacity;
+mod heads;
 mod model;
 mod report;
 mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
+pub use heads::HeadGroups;
 pub use model::KvCache;
 pub use report::{LayerReport, Part};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};

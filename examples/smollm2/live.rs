@@ -5,7 +5,7 @@ use crate::cache::{Attend, Usage};
 use mlx_rs::Array;
 use turbomoq::Recipe;
 use turbomoq::attention::{Rules, Stored};
-use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cache::{HeadGroups, LayerShape};
 use turbomoq::codes::Buffer;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
@@ -14,24 +14,34 @@ use turbomoq::mlx_ops::{get, put};
 
 /// A layer's cache and the way of arrays into its engine and back.
 pub struct Live<E: Engine> {
-    cache: LayerCache<E>,
+    cache: HeadGroups<E>,
     enter: fn(&Array) -> turbomoq::Result<E::Tensor>,
     leave: fn(E::Tensor) -> turbomoq::Result<Array>,
 }
 
 impl Live<Cpu> {
     /// A cache on the CPU engine.
-    pub fn cpu(recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Cpu>> {
+    pub fn cpu(recipe: &Recipe, layer: usize, head_dim: usize, kv_heads: usize) -> Result<Live<Cpu>> {
         let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
-        Ok(Live { cache: LayerCache::new(Cpu, recipe, layer, shape)?, enter: get, leave: |x| put(&x) })
+        Ok(Live {
+            cache: HeadGroups::new(Cpu, recipe, layer, shape, kv_heads)?,
+            enter: get,
+            leave: |x| put(&x),
+        })
     }
 }
 
 impl Live<Graph> {
     /// A cache on the MLX engine.
-    pub fn mlx(graph: &Graph, recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Graph>> {
+    pub fn mlx(
+        graph: &Graph,
+        recipe: &Recipe,
+        layer: usize,
+        head_dim: usize,
+        kv_heads: usize,
+    ) -> Result<Live<Graph>> {
         let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
-        let cache = LayerCache::new(graph.clone(), recipe, layer, shape)?;
+        let cache = HeadGroups::new(graph.clone(), recipe, layer, shape, kv_heads)?;
         Ok(Live { cache, enter: |x| Ok(x.clone()), leave: Ok })
     }
 }
@@ -44,7 +54,7 @@ impl<E: Engine + Clone> Attend for Live<E> {
 
     fn usage(&self) -> Usage {
         let mut usage = Usage { bytes: self.cache.nbytes(), ..Usage::default() };
-        for segment in self.cache.segments() {
+        for segment in self.cache.groups().flat_map(|(_, cache)| cache.segments()) {
             for side in [&segment.keys, &segment.values] {
                 if let Stored::Packed(codes) = side {
                     let [b, h, t] = codes.shape();
