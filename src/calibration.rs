@@ -1,13 +1,13 @@
 //! What a sample run of a model taught: what noise costs on the keys and values of every layer and KV head, as one table.
 //!
-//! A price is the loss (nats of KL divergence a token) that noise as strong as the vectors themselves would cause to second order.
-//! It says how heads compare; how the loss of a side falls with the bits is measured where it can be, since at few bits it falls
-//! otherwise than the distortion does. The table is a safetensors file that names its version and the shape of its model.
+//! A loss is in nats of KL divergence a token, with one side of one head packed and everything else exact. Where a model can run,
+//! losses are measured at every width, since at few bits they rise faster than the distortion of the codes; where it cannot, they are
+//! scores times that distortion. The table is a safetensors file that names its version and the shape of its model.
 
 use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
 use crate::policy::ModelShape;
-use crate::policy::allocation::{DISTORTION, MOST_BITS, Part, allocate, plan};
+use crate::policy::allocation::{MOST_BITS, Part, allocate, plan};
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
@@ -17,18 +17,13 @@ const FORMAT: &str = "turbomoq-calibration";
 const VERSION: &str = "1";
 const SIDES: [(Side, &str); 2] = [(Side::Key, "key"), (Side::Value, "value")];
 
-/// Widths at which the loss of a whole side can be measured: 1 to 4 bits.
-pub const MEASURED: usize = 4;
-
 /// The table of a model.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Calibration {
     shape: ModelShape,
     source: String,
-    /// Of keys and of values, by layer and head.
-    prices: [Vec<f64>; 2],
-    /// Mean KL with all keys, and with all values, packed at 1 to 4 bits and the other side exact.
-    measured: Option<[[f64; MEASURED]; 2]>,
+    /// Of keys and of values, by layer and head, at 1 to 8 bits.
+    losses: [Vec<[f64; MOST_BITS]>; 2],
 }
 
 /// What shares a width.
@@ -42,29 +37,28 @@ pub enum Unit {
 }
 
 impl Calibration {
-    /// From prices by layer and head; `source` says for people where they come from.
+    /// From the losses of keys and of values, by layer and head; `source` says for people where they come from.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not one price for each head, [`Error::NonFinite`] for one that is not a finite number, or is
+    /// [`Error::Shape`] if there is not one entry for each head, [`Error::NonFinite`] for a loss that is not a finite number, or is
     /// below zero.
-    pub fn new(shape: ModelShape, source: &str, keys: Vec<f64>, values: Vec<f64>) -> Result<Calibration> {
-        for (what, prices) in [("key prices", &keys), ("value prices", &values)] {
-            if prices.len() != shape.layers * shape.kv_heads || prices.is_empty() {
+    pub fn new(
+        shape: ModelShape,
+        source: &str,
+        keys: Vec<[f64; MOST_BITS]>,
+        values: Vec<[f64; MOST_BITS]>,
+    ) -> Result<Calibration> {
+        for (what, losses) in [("key losses", &keys), ("value losses", &values)] {
+            if losses.len() != shape.layers * shape.kv_heads || losses.is_empty() {
                 let expected = format!("{} layers of {} heads", shape.layers, shape.kv_heads);
-                return Err(Error::Shape { what, expected, got: vec![prices.len()] });
+                return Err(Error::Shape { what, expected, got: vec![losses.len()] });
             }
-            check(what, prices)?;
+            let flat = losses.as_flattened();
+            if let Some(index) = flat.iter().position(|x| !x.is_finite() || *x < 0.0) {
+                return Err(Error::NonFinite { what: what.into(), index, value: flat[index] as f32 });
+            }
         }
-        Ok(Calibration { shape, source: source.into(), prices: [keys, values], measured: None })
-    }
-
-    /// Adds the measured loss of keys alone and of values alone at 1 to 4 bits.
-    ///
-    /// # Errors
-    /// [`Error::NonFinite`] for a loss that is not a finite number, or is below zero.
-    pub fn with_measured(self, losses: [[f64; MEASURED]; 2]) -> Result<Calibration> {
-        check("measured losses", losses.as_flattened())?;
-        Ok(Calibration { measured: Some(losses), ..self })
+        Ok(Calibration { shape, source: source.into(), losses: [keys, values] })
     }
 
     /// Sizes of the model.
@@ -75,12 +69,6 @@ impl Calibration {
     /// Where the table comes from.
     pub fn source(&self) -> &str {
         &self.source
-    }
-
-    /// Price of a head.
-    pub fn price(&self, side: Side, layer: usize, head: usize) -> Option<f64> {
-        let at = (head < self.shape.kv_heads).then(|| layer * self.shape.kv_heads + head)?;
-        self.prices[side as usize].get(at).copied()
     }
 
     /// Refuses another model.
@@ -105,30 +93,16 @@ impl Calibration {
     pub fn parts(&self) -> Vec<Part> {
         let mut parts = vec![];
         for (side, _) in SIDES {
-            let (prices, dim) = match side {
-                Side::Key => (&self.prices[0], self.shape.key_dim),
-                Side::Value => (&self.prices[1], self.shape.value_dim),
+            let channels = match side {
+                Side::Key => self.shape.key_dim,
+                Side::Value => self.shape.value_dim,
             };
-            let curve = self.curve(side);
-            for (i, price) in prices.iter().enumerate() {
+            for (i, &losses) in self.losses[side as usize].iter().enumerate() {
                 let (layer, head) = (i / self.shape.kv_heads, i % self.shape.kv_heads);
-                parts.push(Part { layer, head, side, channels: dim, losses: curve.map(|d| price * d) });
+                parts.push(Part { layer, head, side, channels, losses });
             }
         }
         parts
-    }
-
-    /// Loss of a head of price one at 1 to 8 bits.
-    fn curve(&self, side: Side) -> [f64; MOST_BITS] {
-        let sum: f64 = self.prices[side as usize].iter().sum();
-        let Some(losses) = self.measured.map(|m| m[side as usize]).filter(|_| sum > 0.0) else {
-            return DISTORTION;
-        };
-        let last = MEASURED - 1;
-        std::array::from_fn(|i| match losses.get(i) {
-            Some(loss) => loss / sum,
-            None => losses[last] / sum * DISTORTION[i] / DISTORTION[last],
-        })
     }
 
     /// Widths for all heads at `average` bits a scalar (codes alone), each from `least` to `most` bits.
@@ -162,16 +136,11 @@ impl Calibration {
     /// # Errors
     /// [`Error::Unsupported`] if it does not fit the format.
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
-        let bytes = |x: &[f64]| x.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-        let grid = vec![self.shape.layers, self.shape.kv_heads];
-        let mut buffers: Vec<(String, Vec<usize>, Vec<u8>)> = vec![];
-        for (side, name) in SIDES {
-            buffers.push((format!("{name}.prices"), grid.clone(), bytes(&self.prices[side as usize])));
-            if let Some(measured) = &self.measured {
-                let losses = bytes(&measured[side as usize]);
-                buffers.push((format!("{name}.measured"), vec![MEASURED], losses));
-            }
-        }
+        let grid = vec![self.shape.layers, self.shape.kv_heads, MOST_BITS];
+        let buffers = SIDES.map(|(side, name)| {
+            let losses = self.losses[side as usize].as_flattened();
+            (format!("{name}.losses"), losses.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>())
+        });
         let fail = |e: safetensors::SafeTensorError| Error::Unsupported {
             field: "calibration",
             value: self.source.clone(),
@@ -179,8 +148,8 @@ impl Calibration {
         };
         let views = buffers
             .iter()
-            .map(|(name, shape, data)| {
-                Ok((name.as_str(), TensorView::new(Dtype::F64, shape.clone(), data).map_err(fail)?))
+            .map(|(name, data)| {
+                Ok((name.as_str(), TensorView::new(Dtype::F64, grid.clone(), data).map_err(fail)?))
             })
             .collect::<Result<Vec<_>>>()?;
         let shape = format!("{}/{}", self.shape.key_dim, self.shape.value_dim);
@@ -210,58 +179,44 @@ impl Calibration {
         let Some((key_dim, value_dim)) = dims else {
             return Err(fail(format!("head_dims is {:?}, not K/V", word("head_dims"))));
         };
-        let read = |name: String| -> Result<Option<(Vec<usize>, Vec<f64>)>> {
-            let Ok(tensor) = tensors.tensor(&name) else { return Ok(None) };
+        let read = |name: &str| -> Result<([usize; 2], Vec<[f64; MOST_BITS]>)> {
+            let tensor = tensors.tensor(name).map_err(|e| fail(format!("{name}: {e}")))?;
+            let &[layers, heads, MOST_BITS] = tensor.shape() else {
+                return Err(fail(format!("{name} has shape {:?}", tensor.shape())));
+            };
             if tensor.dtype() != Dtype::F64 {
                 return Err(fail(format!("{name} is {:?}, not F64", tensor.dtype())));
             }
-            let (values, _) = tensor.data().as_chunks::<8>();
-            Ok(Some((tensor.shape().to_vec(), values.iter().map(|b| f64::from_le_bytes(*b)).collect())))
+            let values = tensor.data().as_chunks::<8>().0.iter().map(|b| f64::from_le_bytes(*b));
+            Ok(([layers, heads], values.collect::<Vec<_>>().as_chunks::<MOST_BITS>().0.to_vec()))
         };
-        let prices = |name: &str| match read(format!("{name}.prices"))? {
-            Some((shape, values)) if shape.len() == 2 => Ok((shape, values)),
-            Some((shape, _)) => Err(fail(format!("{name}.prices has shape {shape:?}"))),
-            None => Err(fail(format!("{name}.prices is missing"))),
-        };
-        let ((grid, keys), (other, values)) = (prices("key")?, prices("value")?);
+        let ((grid, keys), (other, values)) = (read("key.losses")?, read("value.losses")?);
         if grid != other {
-            return Err(fail(format!("prices of keys have shape {grid:?}, of values {other:?}")));
+            return Err(fail(format!("losses of keys have shape {grid:?}, of values {other:?}")));
         }
         let shape = ModelShape { layers: grid[0], kv_heads: grid[1], key_dim, value_dim };
-        let table = Calibration::new(shape, word("source"), keys, values)?;
-        let losses = |name: &str| -> Result<Option<[f64; MEASURED]>> {
-            Ok(read(format!("{name}.measured"))?.and_then(|(_, x)| x.try_into().ok()))
-        };
-        match (losses("key")?, losses("value")?) {
-            (Some(keys), Some(values)) => table.with_measured([keys, values]),
-            _ => Ok(table),
-        }
-    }
-}
-
-fn check(what: &str, values: &[f64]) -> Result<()> {
-    match values.iter().position(|x| !x.is_finite() || *x < 0.0) {
-        Some(index) => Err(Error::NonFinite { what: what.into(), index, value: values[index] as f32 }),
-        None => Ok(()),
+        Calibration::new(shape, word("source"), keys, values)
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::policy::allocation::DISTORTION;
+
+    fn losses(prices: &[f64]) -> Vec<[f64; MOST_BITS]> {
+        prices.iter().map(|price| DISTORTION.map(|d| price * d)).collect()
+    }
 
     fn table() -> Calibration {
         let shape = ModelShape { layers: 2, kv_heads: 2, key_dim: 64, value_dim: 64 };
-        Calibration::new(shape, "a test", vec![8.0, 1.0, 1.0, 1.0], vec![0.5; 4]).unwrap()
+        Calibration::new(shape, "a test", losses(&[8.0, 1.0, 1.0, 1.0]), losses(&[0.5; 4])).unwrap()
     }
 
     #[test]
     fn a_table_reads_back_what_it_writes() {
-        let plain = table();
-        assert_eq!(Calibration::from_bytes(&plain.to_bytes().unwrap()).unwrap(), plain);
-        let measured = plain.with_measured([[1.0, 0.3, 0.1, 0.02], [0.2, 0.06, 0.02, 0.005]]).unwrap();
-        let bytes = measured.to_bytes().unwrap();
-        assert_eq!(Calibration::from_bytes(&bytes).unwrap(), measured);
+        let bytes = table().to_bytes().unwrap();
+        assert_eq!(Calibration::from_bytes(&bytes).unwrap(), table());
         for end in 0..bytes.len() {
             assert!(Calibration::from_bytes(&bytes[..end]).is_err(), "cut at {end}");
         }
@@ -282,7 +237,8 @@ mod tests {
     fn another_model_is_refused() {
         let other = ModelShape { layers: 2, kv_heads: 4, key_dim: 64, value_dim: 64 };
         assert!(matches!(table().check(&other), Err(Error::Unsupported { field: "calibration", .. })));
-        assert!(Calibration::new(other, "", vec![1.0; 4], vec![1.0; 8]).is_err());
-        assert!(Calibration::new(other, "", vec![-1.0; 8], vec![1.0; 8]).is_err());
+        let (four, eight) = (losses(&[1.0; 4]), losses(&[1.0; 8]));
+        assert!(Calibration::new(other, "", four, eight.clone()).is_err());
+        assert!(Calibration::new(other, "", losses(&[-1.0; 8]), eight).is_err());
     }
 }

@@ -127,6 +127,15 @@ impl Recipe {
     /// [`Error::Unsupported`] if the plan has no width for a layer or head.
     pub fn by_heads(&self, layer: usize, kv_heads: usize) -> Result<Vec<(Vec<usize>, Recipe)>> {
         let Some(plan) = &self.plan else { return Ok(vec![((0..kv_heads).collect(), self.clone())]) };
+        for side in [Side::Key, Side::Value] {
+            if let Some(widths) = plan.side(side).layer(layer)
+                && ![1, kv_heads].contains(&widths.len())
+            {
+                let value = format!("{} in layer {layer}", widths.len());
+                let reason = format!("the layer has {kv_heads} KV heads");
+                return Err(Error::Unsupported { field: "bits of a head", value, reason });
+            }
+        }
         let mut groups: Vec<([u8; 2], Vec<usize>)> = vec![];
         for head in 0..kv_heads {
             let (Some(key), Some(value)) = (plan.key.head(layer, head), plan.value.head(layer, head)) else {

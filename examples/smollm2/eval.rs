@@ -43,14 +43,6 @@ pub struct Arguments {
     form: Form,
 }
 
-impl Arguments {
-    /// These caches over the first windows of texts, chunk by chunk.
-    pub fn new(texts: Vec<PathBuf>, kv: Vec<Kv>, ctx: u32, windows: u32) -> Arguments {
-        let kv = kv.into_iter().map(|kv| Kvs(vec![kv])).collect();
-        Arguments { texts, kv, ctx, windows, chunk: 512, half: false, form: Form::Rebuilt }
-    }
-}
-
 /// The figures of one recipe on one text.
 #[derive(Clone, Debug, Serialize)]
 pub struct Row {

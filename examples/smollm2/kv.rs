@@ -9,12 +9,13 @@ use std::fmt;
 use std::str::FromStr;
 use turbomoq::Recipe;
 use turbomoq::graph::Graph;
+use turbomoq::policy::TierPolicy;
 
-/// The float cache, or a recipe as it was written.
+/// The float cache, or a recipe as it was written, with a tier policy behind a `|` if there is one: `best@4/4|progressive`.
 #[derive(Clone, Debug)]
 pub enum Kv {
     Float,
-    Packed { name: String, recipe: Recipe },
+    Packed { name: String, recipe: Recipe, policy: TierPolicy },
 }
 
 /// One cache, or those of a file.
@@ -37,7 +38,7 @@ impl FromStr for Kv {
     fn from_str(text: &str) -> Result<Kv, turbomoq::Error> {
         match text {
             "float" => Ok(Kv::Float),
-            _ => Ok(Kv::Packed { name: text.into(), recipe: text.parse()? }),
+            _ => Kv::packed(text, text),
         }
     }
 }
@@ -52,8 +53,7 @@ impl FromStr for Kvs {
         let lines = lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
         let kv = |line: &str| -> Result<Kv, String> {
             let (name, recipe) = line.rsplit_once(char::is_whitespace).unwrap_or((line, line));
-            let recipe = recipe.parse().map_err(|e| format!("{path}: {e}"))?;
-            Ok(Kv::Packed { name: name.trim().into(), recipe })
+            Kv::packed(name.trim(), recipe).map_err(|e| format!("{path}: {e}"))
         };
         Ok(Kvs(lines.map(kv).collect::<Result<_, _>>()?))
     }
@@ -69,13 +69,21 @@ impl fmt::Display for Kv {
 }
 
 impl Kv {
+    fn packed(name: &str, text: &str) -> Result<Kv, turbomoq::Error> {
+        let (recipe, policy) = text.split_once('|').unwrap_or((text, "none"));
+        Ok(Kv::Packed { name: name.into(), recipe: recipe.parse()?, policy: policy.parse()? })
+    }
+
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
     pub fn session<'a>(&self, model: &'a Model, half: bool, form: Form) -> Result<Session<'a>> {
         let (head_dim, kv_heads) = (model.config.head_dim as usize, model.config.kv_heads as usize);
         let graph = Graph::new();
         model.session(|layer| match self {
             Kv::Float => Ok(boxed(Float::default(), half)),
-            Kv::Packed { recipe, .. } => Ok(match form {
+            Kv::Packed { policy, .. } if form == Form::Rebuilt && *policy != TierPolicy::None => {
+                Err("tiers need the packed cache itself: --form cpu or --form mlx".into())
+            }
+            Kv::Packed { recipe, policy, .. } => Ok(match form {
                 Form::Rebuilt => {
                     let groups = recipe.by_heads(layer, kv_heads)?.into_iter().map(|(heads, recipe)| {
                         let cache: Box<dyn Attend> = Box::new(Rebuilt::new(&recipe, layer, head_dim)?);
@@ -83,8 +91,8 @@ impl Kv {
                     });
                     boxed(ByHead(groups.collect::<Result<_>>()?), half)
                 }
-                Form::Cpu => boxed(Live::cpu(recipe, layer, head_dim, kv_heads)?, half),
-                Form::Mlx => boxed(Live::mlx(&graph, recipe, layer, head_dim, kv_heads)?, half),
+                Form::Cpu => boxed(Live::cpu(recipe, policy, layer, [head_dim, kv_heads])?, half),
+                Form::Mlx => boxed(Live::mlx(&graph, recipe, policy, layer, [head_dim, kv_heads])?, half),
             }),
         })
     }

@@ -7,6 +7,7 @@
 use std::path::{Path, PathBuf};
 use turbomoq::calibration::Calibration;
 use turbomoq::policy::ModelShape;
+use turbomoq::policy::allocation::DISTORTION;
 use turbomoq::policy::head_scores::{HeadScorer, HeadScores, spectral};
 use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::{Error, Result, Tensor, files};
@@ -64,9 +65,10 @@ pub fn from_cache(path: &Path) -> Result<(Calibration, HeadScores)> {
         }
     }
     let scores = HeadScorer::new(shape.layers, shape.kv_heads, shape.key_dim).score(&signals, None)?;
-    let keys = scores.scores().iter().map(|s| KEYS_OVER_VALUES * s).collect();
+    let losses =
+        |factor: f64| scores.scores().iter().map(|s| DISTORTION.map(|d| factor * s * d)).collect::<Vec<_>>();
     let source = format!("head scores of {}", path.display());
-    Ok((Calibration::new(shape, &source, keys, scores.scores().to_vec())?, scores))
+    Ok((Calibration::new(shape, &source, losses(KEYS_OVER_VALUES), losses(1.0))?, scores))
 }
 
 /// Covariance of rows about their mean.

@@ -45,7 +45,7 @@ impl Part {
             let loss = self.losses[bits - 1];
             let slope = |a: (usize, f64)| (loss - a.1) / (bits - a.0) as f64;
             while let [.., a, b] = hull[..]
-                && slope(a) <= slope(b)
+                && slope(b) <= slope(a)
             {
                 hull.pop();
             }
