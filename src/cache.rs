@@ -6,14 +6,18 @@
 
 mod append;
 mod capacity;
+mod mask;
 mod model;
 mod report;
+mod state;
 mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
+pub use mask::Mask;
 pub use model::KvCache;
 pub use report::{LayerReport, Part};
+pub use state::{ModelState, State};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
 
 use crate::attention::{Rules, Segment, Stored};

@@ -5,9 +5,11 @@
 //! already follow the decision gives [`Action::Keep`] for all of them.
 
 mod attention;
+mod crossover;
 mod progressive;
 
 pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
+pub use crossover::{Crossover, Measured, Work};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};

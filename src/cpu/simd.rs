@@ -83,15 +83,6 @@ fn level() -> Level {
     has
 }
 
-/// The 8 b bits of the codes `8 i..8 i + 8` of a row, low end first.
-#[cfg(target_arch = "x86_64")]
-#[inline(always)]
-fn eight(row: &[u8], b: usize, i: usize) -> u32 {
-    // The last bytes of a row are read with those before them.
-    let at = (b * i).min(row.len() - 4);
-    u32::from_le_bytes(*row[at..].first_chunk().expect("four bytes")) >> (8 * (b * i - at))
-}
-
 /// Levels of the rows `picks` of packed words, `channels` of them (a multiple of eight) a row.
 pub(super) fn levels(
     grid: &Small,
@@ -103,7 +94,8 @@ pub(super) fn levels(
     out: &mut [f32],
 ) {
     assert_eq!(channels % 8, 0, "{channels} channels");
-    if channels % 16 == 0 {
+    #[cfg(target_arch = "x86_64")]
+    if avx512::whole(grid.bits, channels) {
         fast!(Avx512, avx512::levels(grid, words, row_words, picks, channels, dim, out));
     }
     fast!(Avx2, avx2::levels(grid, words, row_words, picks, channels, dim, out));
@@ -212,6 +204,7 @@ pub(super) fn greatest(x: &[f32]) -> f32 {
 
 /// exp(x - top) in place; the sum, and the least.
 pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
+    fast!(Avx512, softmax::exponentials_512(x, top));
     fast!(Avx2, softmax::exponentials(x, top));
     plain_exponentials(x, top)
 }

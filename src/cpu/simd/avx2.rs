@@ -33,6 +33,14 @@ fn load_words(x: &[u32; 8]) -> __m256i {
     unsafe { _mm256_loadu_si256(x.as_ptr().cast()) }
 }
 
+/// The 8 b bits of the codes `8 i..8 i + 8` of a row, low end first.
+#[inline(always)]
+fn eight(row: &[u8], b: usize, i: usize) -> u32 {
+    // The last bytes of a row are read with those before them.
+    let at = (b * i).min(row.len() - 4);
+    u32::from_le_bytes(*row[at..].first_chunk().expect("four bytes")) >> (8 * (b * i - at))
+}
+
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn levels(
     grid: &Small,
@@ -79,7 +87,7 @@ fn levels_of<const B: usize>(
             }
         } else {
             for (i, out) in out.iter_mut().enumerate() {
-                let codes = _mm256_srlv_epi32(_mm256_set1_epi32(super::eight(row, B, i) as i32), shifts);
+                let codes = _mm256_srlv_epi32(_mm256_set1_epi32(eight(row, B, i) as i32), shifts);
                 // The tables of narrower codes repeat.
                 store(out, _mm256_permutevar8x32_ps(low, codes));
             }

@@ -18,8 +18,34 @@ fn store(x: &mut [f32; 16], value: __m512) {
     unsafe { _mm512_storeu_ps(x.as_mut_ptr(), value) }
 }
 
-/// See [`super::levels`]; `channels` is a multiple of 16.
-#[target_feature(enable = "avx512f")]
+/// Where the code of each of 64 channels is: the two bytes that hold it, in the low half of a lane, and the bit in them.
+struct Places {
+    bytes: [[u8; 64]; 4],
+    bits: [[u32; 16]; 4],
+}
+
+const fn places(bits: usize) -> Places {
+    let mut places = Places { bytes: [[0; 64]; 4], bits: [[0; 16]; 4] };
+    let mut i = 0;
+    while i < 64 {
+        let (register, lane) = (i / 16, i % 16);
+        places.bytes[register][4 * lane] = (bits * i / 8) as u8;
+        places.bytes[register][4 * lane + 1] = (bits * i / 8) as u8 + 1;
+        places.bits[register][lane] = (bits * i % 8) as u32;
+        i += 1;
+    }
+    places
+}
+
+static PLACES: [Places; 3] = [places(1), places(2), places(3)];
+
+/// Whether [`levels`] has a form for rows of this shape.
+pub(super) fn whole(bits: u8, channels: usize) -> bool {
+    channels % if bits == 4 { 16 } else { 64 } == 0
+}
+
+/// See [`super::levels`]; for rows that are [`whole`]. The look-up takes the four low bits; the tables of narrower codes repeat.
+#[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
 pub(super) fn levels(
     grid: &Small,
     words: &[u32],
@@ -29,52 +55,36 @@ pub(super) fn levels(
     dim: usize,
     out: &mut [f32],
 ) {
-    let b = i32::from(grid.bits);
-    let shifts = _mm512_setr_epi32(
-        0,
-        b,
-        2 * b,
-        3 * b,
-        4 * b,
-        5 * b,
-        6 * b,
-        7 * b,
-        0,
-        b,
-        2 * b,
-        3 * b,
-        4 * b,
-        5 * b,
-        6 * b,
-        7 * b,
-    );
     let table = load(&grid.levels);
-    // No closures in the loops: what takes one is compiled for the plain instruction set and cannot inline it.
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        let row = &words[pick as usize * row_words..][..row_words];
-        let out = out[..channels].as_chunks_mut::<16>().0;
-        if grid.bits == 4 {
-            for (&[low, high], out) in row.as_chunks().0.iter().zip(out) {
-                store(out, sixteen(table, shifts, low, high));
+    if grid.bits == 4 {
+        let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        // No closures in the loops: what takes one is compiled for the plain instruction set and cannot inline it.
+        for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
+            let row = words[pick as usize * row_words..][..row_words].as_chunks().0;
+            for (&[low, high], out) in row.iter().zip(out[..channels].as_chunks_mut::<16>().0) {
+                let codes = _mm512_mask_set1_epi32(_mm512_set1_epi32(low as i32), 0xff00, high as i32);
+                store(out, _mm512_permutexvar_ps(_mm512_srlv_epi32(codes, shifts), table));
             }
-        } else {
-            let bytes: &[u8] = bytemuck::cast_slice(row);
-            for (i, out) in out.iter_mut().enumerate() {
-                let b = b as usize;
-                let (low, high) = (super::eight(bytes, b, 2 * i), super::eight(bytes, b, 2 * i + 1));
-                store(out, sixteen(table, shifts, low, high));
+        }
+        return;
+    }
+    let (places, bytes) = (&PLACES[usize::from(grid.bits) - 1], 8 * usize::from(grid.bits));
+    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
+        let row: &[u8] = bytemuck::cast_slice(&words[pick as usize * row_words..][..row_words]);
+        let out = out[..channels].as_chunks_mut::<64>().0;
+        for (row, out) in row.chunks_exact(bytes).zip(out) {
+            // SAFETY: the mask lets through the bytes of the slice.
+            let row = unsafe { _mm512_maskz_loadu_epi8(u64::MAX >> (64 - bytes), row.as_ptr().cast()) };
+            for (i, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
+                // SAFETY: an array of 64 bytes is read, unaligned.
+                let place = unsafe { _mm512_loadu_si512(places.bytes[i].as_ptr().cast()) };
+                // SAFETY: as above.
+                let shift = unsafe { _mm512_loadu_si512(places.bits[i].as_ptr().cast()) };
+                let codes = _mm512_srlv_epi32(_mm512_permutexvar_epi8(place, row), shift);
+                store(out, _mm512_permutexvar_ps(codes, table));
             }
         }
     }
-}
-
-/// Levels of eight codes from the low end of each of two words.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn sixteen(table: __m512, shifts: __m512i, low: u32, high: u32) -> __m512 {
-    let codes = _mm512_mask_set1_epi32(_mm512_set1_epi32(low as i32), 0xff00, high as i32);
-    // The look-up takes the four low bits; the tables of narrower codes repeat.
-    _mm512_permutexvar_ps(_mm512_srlv_epi32(codes, shifts), table)
 }
 
 /// Sums the sixteen lanes of sixteen registers; sum `4 t + r` is that of `x[t][r]`.

@@ -1,4 +1,4 @@
-//! Softmax steps of the fused attention with AVX2: logits of a block, and exponentials, see the parent.
+//! Softmax steps of the fused attention in x86 registers: logits of a block, and exponentials, see the parent.
 
 use super::avx2::{load, store, sums};
 use std::arch::x86_64::*;
@@ -58,4 +58,37 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
     let (rest, rest_least) = super::plain_exponentials(rest, top);
     let total = sums([total, zero, zero, zero])[0] + rest;
     (total, low.into_iter().fold(rest_least, f32::min))
+}
+
+/// The same with AVX-512; the last lanes are masked.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl")]
+pub(super) fn exponentials_512(x: &mut [f32], top: f32) -> (f32, f32) {
+    const LOW: f32 = -87.0;
+    let mut total = _mm512_setzero_ps();
+    let mut least = _mm512_set1_ps(f32::INFINITY);
+    for x in x.chunks_mut(16) {
+        let lanes = u16::MAX >> (16 - x.len());
+        // SAFETY: the mask lets through the elements of the slice.
+        let value = unsafe { _mm512_maskz_loadu_ps(lanes, x.as_ptr()) };
+        let d = _mm512_sub_ps(value, _mm512_set1_ps(top));
+        let visible = _mm512_mask_cmp_ps_mask::<_CMP_NLT_UQ>(lanes, d, _mm512_set1_ps(LOW));
+        // The second operand is taken if one is NaN.
+        let d = _mm512_max_ps(_mm512_set1_ps(LOW), d);
+        let n = _mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm512_mul_ps(
+            d,
+            _mm512_set1_ps(std::f32::consts::LOG2_E),
+        ));
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693_359_4), d);
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.121_944_4e-4), r);
+        let mut p = _mm512_set1_ps(1.0 / 720.0);
+        for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+            p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+        }
+        let e = _mm512_maskz_scalef_ps(visible, p, n);
+        // SAFETY: as for the load.
+        unsafe { _mm512_mask_storeu_ps(x.as_mut_ptr(), lanes, e) };
+        total = _mm512_add_ps(total, e);
+        least = _mm512_mask_min_ps(least, lanes, least, e);
+    }
+    (_mm512_reduce_add_ps(total), _mm512_reduce_min_ps(least))
 }
