@@ -5,6 +5,8 @@
 //! tests hold the others to.
 //! A sum runs over the tokens in order, one accumulator a channel, so a zero weight changes no bit.
 
+pub(super) use plain::greatest;
+
 use super::rows::Door;
 use crate::trellis::Trellis;
 use half::f16;
@@ -13,6 +15,7 @@ use half::f16;
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod plain;
 #[cfg(target_arch = "x86_64")]
 mod softmax;
 #[cfg(target_arch = "x86_64")]
@@ -31,7 +34,7 @@ pub(super) struct Small {
     pub error: f32,
 }
 
-/// Queries in eight bits for the integer scores, in the order in which [`codes`] meets their channels.
+/// Queries in eight bits for the integer scores, in the order of [`channel_at`].
 pub(super) struct Bytes {
     pub rows: Vec<i8>,
     /// Step of each row.
@@ -52,6 +55,7 @@ macro_rules! fast {
 }
 
 /// Instruction sets with forms of their own, each with those before it.
+#[cfg(any(target_arch = "x86_64", test))]
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 enum Level {
     Plain,
@@ -99,12 +103,7 @@ pub(super) fn levels(
         fast!(Avx512, avx512::levels(grid, words, row_words, picks, channels, dim, out));
     }
     fast!(Avx2, avx2::levels(grid, words, row_words, picks, channels, dim, out));
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        let words = &words[pick as usize * row_words..][..row_words];
-        for (i, out) in out[..channels].iter_mut().enumerate() {
-            *out = grid.levels[usize::from(crate::bits::code_at(words, grid.bits, i))];
-        }
-    }
+    plain::levels(grid, words, row_words, picks, channels, dim, out);
 }
 
 /// Levels of the rows `picks` of trellis codes, `channels` of them a row.
@@ -150,11 +149,7 @@ pub(super) fn scores(queries: &[f32], tile: &[f32], dim: usize, n: usize, stride
         fast!(Avx512, avx512::scores(queries, tile, dim, n, stride, out));
     }
     fast!(Avx2, avx2::scores(queries, tile, dim, n, stride, out));
-    for (q, out) in queries.chunks_exact(dim).zip(out.chunks_exact_mut(stride)) {
-        for (k, out) in tile.chunks_exact(dim).zip(&mut out[..n]) {
-            *out = crate::rotation::dot(q, k);
-        }
-    }
+    plain::scores(queries, tile, dim, n, stride, out);
 }
 
 /// Adds `n` tile rows to the sums of all query rows, weighted by `weights[row * stride + token]`.
@@ -170,48 +165,21 @@ pub(super) fn accumulate(
         fast!(Avx512, avx512::accumulate(weights, tile, dim, n, stride, sums));
     }
     fast!(Avx2, avx2::accumulate(weights, tile, dim, n, stride, sums));
-    for (sum, weights) in sums.chunks_exact_mut(dim).zip(weights.chunks_exact(stride)) {
-        for (v, w) in tile.chunks_exact(dim).zip(&weights[..n]) {
-            sum.iter_mut().zip(v).for_each(|(s, v)| *s += w * v);
-        }
-    }
+    plain::accumulate(weights, tile, dim, n, stride, sums);
 }
 
 /// `(x f + bias) scale` in place for the factor f of each token; the greatest, NaN if one is.
 pub(super) fn logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f32 {
     assert_eq!(x.len(), factors.len(), "{} scores, {} factors", x.len(), factors.len());
     fast!(Avx2, softmax::logits(x, factors, bias, scale));
-    plain_logits(x, factors, bias, scale)
-}
-
-fn plain_logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f32 {
-    x.iter_mut().zip(factors).for_each(|(x, f)| *x = (*x * f + bias) * scale);
-    greatest(x)
-}
-
-/// The greatest, NaN if one is.
-pub(super) fn greatest(x: &[f32]) -> f32 {
-    let mut tops = [f32::NEG_INFINITY; 8];
-    let mut nan = false;
-    for x in x.chunks(8) {
-        for (top, &x) in tops.iter_mut().zip(x) {
-            *top = if x > *top { x } else { *top };
-            nan |= x.is_nan();
-        }
-    }
-    if nan { f32::NAN } else { tops.into_iter().fold(f32::NEG_INFINITY, f32::max) }
+    plain::logits(x, factors, bias, scale)
 }
 
 /// exp(x - top) in place; the sum, and the least.
 pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
     fast!(Avx512, softmax::exponentials_512(x, top));
     fast!(Avx2, softmax::exponentials(x, top));
-    plain_exponentials(x, top)
-}
-
-fn plain_exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
-    x.iter_mut().for_each(|x| *x = (*x - top).exp());
-    (x.iter().sum(), x.iter().copied().fold(f32::INFINITY, f32::min))
+    plain::exponentials(x, top)
 }
 
 /// Whether integer scores have a form for this many bits and channels: 16-bit sums hold 512 channels.
@@ -247,16 +215,7 @@ pub(super) fn integer_scores(
         fast!(Avx2, avx2::integer_scores(grid, queries, words, row_words, n - done, stride, out));
     }
     fast!(Avx2, avx2::integer_scores(grid, queries, words, row_words, n, stride, out));
-    let channels = row_words * 32 / usize::from(grid.bits);
-    for (r, out) in out.chunks_exact_mut(stride).take(queries.steps.len()).enumerate() {
-        let q = &queries.rows[r * channels..][..channels];
-        for (words, out) in words.chunks_exact(row_words).zip(&mut out[..n]) {
-            let code = |place| crate::bits::code_at(words, grid.bits, channel_at(grid.bits, place));
-            let level = |place| i32::from(grid.bytes[usize::from(code(place))]);
-            let sum: i32 = q.iter().enumerate().map(|(i, &q)| i32::from(q) * level(i)).sum();
-            *out = queries.steps[r] * grid.unit * (sum as f32 - grid.middle * queries.sums[r] as f32);
-        }
-    }
+    plain::integer_scores(grid, queries, words, row_words, n, stride, out);
 }
 
 #[cfg(test)]

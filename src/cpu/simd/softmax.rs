@@ -20,7 +20,7 @@ pub(super) fn logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f
     let mut all = [0.0; 8];
     store(&mut all, tops);
     let top = all.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    let rest = super::plain_logits(rest, factors_rest, bias, scale);
+    let rest = super::plain::logits(rest, factors_rest, bias, scale);
     if _mm256_movemask_ps(nans) != 0 || rest.is_nan() { f32::NAN } else { top.max(rest) }
 }
 
@@ -55,7 +55,7 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
     let zero = _mm256_setzero_ps();
     let mut low = [0.0; 8];
     store(&mut low, least);
-    let (rest, rest_least) = super::plain_exponentials(rest, top);
+    let (rest, rest_least) = super::plain::exponentials(rest, top);
     let total = sums([total, zero, zero, zero])[0] + rest;
     (total, low.into_iter().fold(rest_least, f32::min))
 }
