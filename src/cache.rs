@@ -6,6 +6,7 @@
 
 mod append;
 mod capacity;
+mod heads;
 mod mask;
 mod model;
 mod report;
@@ -14,6 +15,7 @@ mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
+pub use heads::HeadGroups;
 pub use mask::Mask;
 pub use model::KvCache;
 pub use report::{LayerReport, Part};
