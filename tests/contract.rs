@@ -278,7 +278,11 @@ fn t29_every_pair_of_widths() {
                     assert!(far < 1e-4, "{key}/{value}, {d} channels, {l} queries: {far}");
                 }
                 let report = cache.report().unwrap();
-                let packed = report.parts.iter().find(|p| p.tier == "packed").unwrap();
+                let packed = report.parts.iter().find(|p| p.tier == "packed");
+                let Some(packed) = packed.filter(|_| (key, value) != (16, 16)) else {
+                    assert_eq!((key, value), (16, 16), "nothing is packed");
+                    continue;
+                };
                 // 16 keeps a side in the dtype it came in.
                 let bits = |bits: u8| if bits == 16 { 32.0 } else { f32::from(bits) };
                 assert_eq!((packed.key_bits, packed.value_bits), (bits(key), bits(value)));

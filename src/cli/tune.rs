@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::time::Instant;
 use turbomoq::attention::{Rules, Segment, Stored};
 use turbomoq::codec::Codec;
-use turbomoq::codes::Frame;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::graph::{Graph, on_gpu};
