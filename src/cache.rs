@@ -58,6 +58,8 @@ pub struct LayerCache<E: Engine> {
     codecs: [Option<Arc<Codec>>; 2],
     /// Frames of keys and values, from the first block that left the window.
     frames: Option<[Frame<E::Tensor>; 2]>,
+    /// Queries [B, Hq, n, D] so far, until the gains of equalised keys are made from them.
+    queries: Option<E::Tensor>,
     sinks: Option<Exact<E::Tensor>>,
     sinks_len: usize,
     body: Vec<Segment<E::Tensor>>,
@@ -104,6 +106,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             shape,
             codecs,
             frames: None,
+            queries: None,
             sinks: None,
             sinks_len: 0,
             body: vec![],
@@ -203,6 +206,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             }
             let q = queries.slice(2, done, done + n)?;
             outs.push(self.engine.attend(&self.segments(), &q, &piece)?);
+            self.keep_queries(&q)?;
             self.observe(n, &q, &piece)?;
             done += n;
         }
