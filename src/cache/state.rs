@@ -87,6 +87,9 @@ impl<E: Engine + Clone> LayerCache<E> {
                 }
             }
         }
+        if let Some(queries) = &self.queries {
+            arrays.insert("queries".to_string(), queries.clone());
+        }
         for (side, frame) in SIDES.iter().zip(self.frames.iter().flatten()) {
             let tables = [("centre", &frame.centre), ("gain", &frame.gain), ("order", &frame.order)];
             for (name, table) in tables {
@@ -215,6 +218,13 @@ impl<E: Engine + Clone> LayerCache<E> {
                 return Err(misfit(format!("segment {i} has {} tokens, not {}", keys.len(), run.len)));
             }
             cache.body.push(Segment { start: run.start, keys, values });
+        }
+        cache.queries = state.arrays.get("queries").cloned();
+        if let Some(queries) = &cache.queries
+            && !matches!(queries.shape()[..], [_, _, _, d] if d == shape.key_dim)
+        {
+            let expected = format!("[B, Hq, n, {}]", shape.key_dim);
+            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
         }
         cache.frames = meta.framed.then_some(frames);
         (cache.sinks_len, cache.window_len, cache.offset) = (meta.sinks, meta.window, meta.offset);
