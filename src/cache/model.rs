@@ -12,9 +12,9 @@ use crate::recipe::Recipe;
 /// Caches of the KV layers of a model.
 #[derive(Clone)]
 pub struct KvCache<E: Engine> {
-    layers: Vec<LayerCache<E>>,
+    pub(super) layers: Vec<LayerCache<E>>,
     /// Ordinal of each layer of the model.
-    ordinals: Vec<Option<usize>>,
+    pub(super) ordinals: Vec<Option<usize>>,
 }
 
 impl<E: Engine> std::fmt::Debug for KvCache<E> {
