@@ -20,8 +20,6 @@ use std::process::ExitCode;
 use turbomoq::engine::Engine;
 use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::recipe::{self, PRESETS};
-#[cfg(feature = "mlx")]
-use turbomoq::{Error, policy::Work};
 use turbomoq::{Recipe, Result};
 
 #[derive(Parser)]
@@ -132,8 +130,7 @@ impl EngineName {
         #[cfg(feature = "mlx")]
         {
             let [head_dim, rows] = command.size();
-            let auto = || Ok::<_, Error>(tune::known()?.prefers_mlx(Work::Encode, head_dim, rows));
-            if self == EngineName::Mlx || (self == EngineName::Auto && auto()?) {
+            if self == EngineName::Mlx || (self == EngineName::Auto && tune::prefers_mlx(head_dim, rows)?) {
                 return command.run(turbomoq::graph::Graph::new());
             }
         }

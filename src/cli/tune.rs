@@ -30,14 +30,15 @@ pub struct Arguments {
 
 const HEADS: usize = 8;
 
-/// The table of this machine, the shipped one if there is none.
-pub fn known() -> Result<Crossover> {
+/// Whether packing so many vectors goes to MLX: by the table of this machine; without one, by the shipped table where MLX runs on the
+/// CPU, and always where it runs on a GPU.
+pub fn prefers_mlx(head_dim: usize, rows: usize) -> Result<bool> {
     match place().filter(|path| path.exists()) {
         Some(path) => {
             let text = std::fs::read_to_string(&path).map_err(|source| Error::Io { path, source })?;
-            Crossover::from_json(&text)
+            Ok(Crossover::from_json(&text)?.prefers_mlx(Work::Encode, head_dim, rows))
         }
-        None => Ok(Crossover::shipped(on_gpu())),
+        None => Ok(on_gpu() || Crossover::shipped()?.prefers_mlx(Work::Encode, head_dim, rows)),
     }
 }
 
