@@ -119,6 +119,28 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A pool has no room for a cache, and cannot make any.
+    #[error("{id}: {needed} bytes do not fit into the {limit} of {bytes}: at most {free} can be made free")]
+    OverBudget {
+        /// The agent.
+        id: String,
+        /// Bytes that storing the cache would take.
+        needed: usize,
+        /// `budget`, or the quota with its type.
+        limit: String,
+        /// Bytes of the limit.
+        bytes: usize,
+        /// Bytes that are free or could be made free.
+        free: usize,
+    },
+    /// A pool does not hold what was asked for.
+    #[error("agent {id:?}: {reason}")]
+    NotHeld {
+        /// The agent.
+        id: String,
+        /// Why not.
+        reason: &'static str,
+    },
     /// MLX reported an error.
     #[cfg(feature = "mlx")]
     #[error("MLX: {0}")]

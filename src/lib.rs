@@ -20,6 +20,7 @@ pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
 pub mod policy;
+pub mod pool;
 pub mod prompt_cache;
 pub mod qjl;
 pub mod recipe;
