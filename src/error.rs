@@ -141,8 +141,48 @@ pub enum Error {
         /// Why not.
         reason: &'static str,
     },
+    /// Another process holds the lock of a folder.
+    #[error("{path}: another process uses this folder")]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A server has refused a request.
+    #[error("the server refused: {message}")]
+    Refused {
+        /// The kind of error, see [`Error::code`].
+        code: String,
+        /// The server's words.
+        message: String,
+    },
     /// MLX reported an error.
     #[cfg(feature = "mlx")]
     #[error("MLX: {0}")]
     Mlx(#[from] mlx_rs::error::Exception),
+}
+
+impl Error {
+    /// A word for programs that tells the kinds of errors apart.
+    pub fn code(&self) -> &str {
+        match self {
+            Error::Shape { .. } => "shape",
+            Error::Dtype { .. } => "dtype",
+            Error::Unsupported { .. } => "unsupported",
+            Error::Parse { .. } => "parse",
+            Error::NonFinite { .. } => "non-finite",
+            Error::CodecMismatch { .. } => "codec-mismatch",
+            Error::Range { .. } => "range",
+            Error::Io { .. } => "io",
+            Error::Format { .. } => "format",
+            Error::UnknownClass { .. } => "unknown-class",
+            Error::BatchCache { .. } => "batch-cache",
+            Error::SameFile { .. } => "same-file",
+            Error::OverBudget { .. } => "over-budget",
+            Error::NotHeld { .. } => "not-held",
+            Error::InUse { .. } => "in-use",
+            Error::Refused { code, .. } => code,
+            #[cfg(feature = "mlx")]
+            Error::Mlx(_) => "mlx",
+        }
+    }
 }

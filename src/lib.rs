@@ -28,6 +28,8 @@ pub mod report;
 pub mod rng;
 pub mod rotation;
 pub mod scale;
+#[cfg(unix)]
+pub mod serve;
 pub mod spec;
 pub mod tensor;
 pub mod transform;

@@ -7,6 +7,10 @@ mod compress;
 mod inspect;
 mod plan;
 mod restore;
+#[cfg(unix)]
+mod serve;
+#[cfg(unix)]
+mod top;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -42,6 +46,15 @@ enum Command {
     Compare(compare::Arguments),
     /// Show what a tier policy decides, and what that costs
     Plan(plan::Arguments),
+    /// Hold the caches of many mlx-lm processes in one budget
+    #[cfg(unix)]
+    Serve(serve::Arguments),
+    /// Show what a server holds, live
+    #[cfg(unix)]
+    Top(top::TopArguments),
+    /// Show what a server holds
+    #[cfg(unix)]
+    Stats(top::StatsArguments),
     /// List the presets
     Recipes,
 }
@@ -119,6 +132,12 @@ pub fn run() -> ExitCode {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        #[cfg(unix)]
+        Command::Serve(arguments) => serve::run(&arguments),
+        #[cfg(unix)]
+        Command::Top(arguments) => top::top(&arguments),
+        #[cfg(unix)]
+        Command::Stats(arguments) => top::stats(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {
@@ -152,6 +171,36 @@ fn table(header: &[&str]) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
     table
+}
+
+/// Bytes that a person wrote: `8GiB`, `16GB`, `512MiB`, or a plain number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Size(usize);
+
+impl std::str::FromStr for Size {
+    type Err = turbomoq::Error;
+    fn from_str(text: &str) -> Result<Size> {
+        const UNITS: [(&str, f64); 8] = [
+            ("KiB", 1024.0),
+            ("MiB", 1048576.0),
+            ("GiB", 1073741824.0),
+            ("TiB", 1099511627776.0),
+            ("KB", 1e3),
+            ("MB", 1e6),
+            ("GB", 1e9),
+            ("TB", 1e12),
+        ];
+        let unit = UNITS.iter().find_map(|(name, n)| Some((text.strip_suffix(name)?, *n)));
+        let (number, unit) = unit.unwrap_or((text, 1.0));
+        match number.trim().parse::<f64>() {
+            Ok(n) if (0.0..1e18).contains(&(n * unit)) => Ok(Size((n * unit) as usize)),
+            _ => Err(turbomoq::Error::Parse {
+                what: "bytes",
+                text: text.into(),
+                reason: "expected a number with a unit like GiB or GB".into(),
+            }),
+        }
+    }
 }
 
 /// Bytes for people.
