@@ -5,6 +5,9 @@ use std::path::PathBuf;
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The reason of [`Error::NotHeld`] that means a loss.
+pub(crate) const EVICTED: &str = "its cache was evicted";
+
 /// What went wrong, with the thing and the value.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -178,6 +181,7 @@ impl Error {
             Error::BatchCache { .. } => "batch-cache",
             Error::SameFile { .. } => "same-file",
             Error::OverBudget { .. } => "over-budget",
+            Error::NotHeld { reason, .. } if *reason == EVICTED => "evicted",
             Error::NotHeld { .. } => "not-held",
             Error::InUse { .. } => "in-use",
             Error::Refused { code, .. } => code,

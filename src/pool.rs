@@ -12,7 +12,7 @@ mod table;
 pub use facts::{Agent, Label, Outcome, Spill, Stats};
 pub use parcel::Pooled;
 
-use crate::error::{Error, Result};
+use crate::error::{EVICTED, Error, Result};
 use parcel::Parcel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use table::{Request, Slot, Table};
@@ -214,7 +214,7 @@ impl<C: Pooled> MemoryPool<C> {
             }
             let label = slot.label(id);
             let Some(spill) = self.spill.as_ref().filter(|_| slot.saved.is_some()) else {
-                let reason = if slot.evicted { "its cache was evicted" } else { "nothing was stored" };
+                let reason = if slot.evicted { EVICTED } else { "nothing was stored" };
                 return Err(Error::NotHeld { id: id.into(), reason });
             };
             drop(table);

@@ -1,11 +1,14 @@
 //! The server as a process: what goes in comes out, bad clients harm nobody, and kill -9 of either side loses and leaks nothing.
 #![cfg(unix)]
 
+mod common;
+
+use common::server::{PROGRAM, Running};
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 use turbomoq::archive::Archive;
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
@@ -13,7 +16,6 @@ use turbomoq::serve::{Client, Reply, Request, socket_path};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, rng::Rng};
 
 const RECIPE: &str = "turboquant-mse@4,sinks=2,window=16";
-const PROGRAM: &str = env!("CARGO_BIN_EXE_turbomoq");
 
 /// A prompt cache of two layers that follows from a number; more tokens go on where fewer end.
 fn cache(seed: u64, tokens: usize) -> PromptCache {
@@ -40,43 +42,6 @@ fn packed_once(cache: &PromptCache) -> PromptCache {
     Archive::compress(cache, &compressor, || ()).unwrap().restore(&compressor, || ()).unwrap()
 }
 
-struct Running {
-    child: Child,
-    folder: PathBuf,
-}
-
-impl Running {
-    fn start(folder: &Path, budget: &str, spills: bool) -> Running {
-        let mut command = Command::new(PROGRAM);
-        command.args(["serve", "--budget", budget, "--recipe", RECIPE, "--folder"]).arg(folder);
-        if spills {
-            command.arg("--spill").arg(folder.join("spill"));
-        }
-        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let mut line = String::new();
-        BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        assert!(line.starts_with("serving"), "{line}");
-        Running { child, folder: folder.into() }
-    }
-
-    fn client(&self) -> Client {
-        Client::connect(&self.folder).unwrap()
-    }
-
-    fn terminate(mut self) {
-        let id = self.child.id().to_string();
-        assert!(Command::new("kill").args(["-TERM", &id]).status().unwrap().success());
-        assert!(self.child.wait().unwrap().success());
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        drop(self.child.kill());
-        drop(self.child.wait());
-    }
-}
-
 /// Waits until something holds, within a bound that no working machine reaches.
 fn until(what: &str, holds: impl Fn() -> bool) {
     let start = Instant::now();
@@ -94,7 +59,7 @@ fn entries(folder: &Path) -> Vec<String> {
 #[test]
 fn caches_come_back_and_keep_their_codes() {
     let folder = tempfile::tempdir().unwrap();
-    let server = Running::start(folder.path(), "8MiB", false);
+    let server = Running::start(folder.path(), "8MiB", RECIPE, false);
     let mut client = server.client();
     let (short, long) = (cache(1, 300), cache(1, 420));
     let Reply::Parked { outcome, fp16_bytes, bits } = client.park("a", "chat", 0.5, &short).unwrap() else {
@@ -167,7 +132,7 @@ fn caches_come_back_and_keep_their_codes() {
 #[test]
 fn bad_clients_harm_nobody() {
     let folder = tempfile::tempdir().unwrap();
-    let server = Running::start(folder.path(), "64MiB", false);
+    let server = Running::start(folder.path(), "64MiB", RECIPE, false);
     // One that never ends its line, and one that vanishes in the middle of a transfer.
     let mut slow = UnixStream::connect(socket_path(folder.path())).unwrap();
     slow.write_all(b"{\"op\":").unwrap();
@@ -226,7 +191,7 @@ fn bad_clients_harm_nobody() {
 #[test]
 fn a_clean_end_keeps_everything_on_the_disk() {
     let folder = tempfile::tempdir().unwrap();
-    let server = Running::start(folder.path(), "200KiB", true);
+    let server = Running::start(folder.path(), "200KiB", RECIPE, true);
     let mut client = server.client();
     for i in 0..6 {
         client.park(&format!("agent {i}/é"), "", 1.0, &cache(i, 260)).unwrap();
@@ -234,7 +199,7 @@ fn a_clean_end_keeps_everything_on_the_disk() {
     let Reply::Stats { pool, .. } = client.call(&Request::Stats).unwrap() else { panic!() };
     assert!(pool.spills > 0 && pool.evictions == 0 && pool.in_memory < 6, "{pool:?}");
     server.terminate();
-    let server = Running::start(folder.path(), "200KiB", true);
+    let server = Running::start(folder.path(), "200KiB", RECIPE, true);
     let mut client = server.client();
     for i in 0..6 {
         assert_eq!(client.resume(&format!("agent {i}/é")).unwrap(), packed_once(&cache(i, 260)));
@@ -272,7 +237,7 @@ fn a_hundred_kills_lose_and_leak_nothing() {
     let mut kept: Vec<u64> = vec![];
     let mut data = PathBuf::new();
     for round in 0..100 {
-        let server = Running::start(folder.path(), "150KiB", true);
+        let server = Running::start(folder.path(), "150KiB", RECIPE, true);
         let mut client = server.client();
         data = client.folder().parent().unwrap().to_path_buf();
         assert_eq!(
@@ -313,7 +278,7 @@ fn a_hundred_kills_lose_and_leak_nothing() {
         kept.extend(whole.lines().filter_map(|l| l.split_once("spilled ")?.1.parse::<u64>().ok()));
     }
     assert!(kept.len() >= 30, "only {} agents were acknowledged as spilled", kept.len());
-    let server = Running::start(folder.path(), "150KiB", true);
+    let server = Running::start(folder.path(), "150KiB", RECIPE, true);
     let mut client = server.client();
     for seed in kept {
         assert_eq!(client.resume(&seed.to_string()).unwrap(), packed_once(&cache(seed, 200)), "{seed}");
