@@ -7,12 +7,14 @@
 mod append;
 mod capacity;
 mod model;
+mod models;
 mod report;
 mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
 pub use model::KvCache;
+pub use models::{Claim, Model, ModelPlan, Sliding, models};
 pub use report::{LayerReport, Part};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
 

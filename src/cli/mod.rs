@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
+mod capacity;
 mod compare;
 mod compress;
 mod inspect;
@@ -46,6 +47,8 @@ enum Command {
     Compare(compare::Arguments),
     /// Show what a tier policy decides, and what that costs
     Plan(plan::Arguments),
+    /// Show how much context, and how many agents, fit into a memory
+    Capacity(capacity::Arguments),
     /// Hold the caches of many mlx-lm processes in one budget
     #[cfg(unix)]
     Serve(serve::Arguments),
@@ -132,6 +135,7 @@ pub fn run() -> ExitCode {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Capacity(arguments) => capacity::run(&arguments),
         #[cfg(unix)]
         Command::Serve(arguments) => serve::run(&arguments),
         #[cfg(unix)]
