@@ -2,8 +2,10 @@
 
 pub mod archive;
 pub mod attention;
+pub mod bit_plan;
 pub mod bits;
 pub mod cache;
+pub mod calibration;
 pub mod codebook;
 pub mod codec;
 pub mod codes;
@@ -11,6 +13,7 @@ pub mod compressor;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod ffi;
 pub mod files;
 pub mod frame;
 #[cfg(feature = "mlx")]

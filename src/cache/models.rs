@@ -115,7 +115,7 @@ mod tests {
     use super::*;
 
     fn exact() -> Recipe {
-        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 }
+        "uniform@16/16".parse().unwrap()
     }
 
     #[test]

@@ -2,6 +2,8 @@
 //!
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
+mod budget;
+mod calibrate;
 mod capacity;
 mod compare;
 mod compress;
@@ -45,7 +47,9 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare recipes on one prompt cache
     Compare(compare::Arguments),
-    /// Show what a tier policy decides, and what that costs
+    /// Score the heads of a prompt cache, as a table for `plan --budget`
+    Calibrate(calibrate::Arguments),
+    /// Show what a tier policy decides and what that costs, or how a budget is spread over heads
     Plan(plan::Arguments),
     /// Show how much context, and how many agents, fit into a memory
     Capacity(capacity::Arguments),
@@ -134,6 +138,7 @@ pub fn run() -> ExitCode {
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
+        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Capacity(arguments) => capacity::run(&arguments),
         #[cfg(unix)]
