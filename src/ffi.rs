@@ -4,6 +4,7 @@
 //! border. Structs begin with their own size, so that a caller built against an older header is understood. Handles are owned by the
 //! caller: freed once, not used after that, and used by one thread at a time. A pointer must be null or point to what the header says.
 #![allow(non_camel_case_types, reason = "the names of the C header")]
+#![allow(clippy::missing_safety_doc, reason = "what pointers must be is said once, above")]
 
 mod cache;
 mod codes;

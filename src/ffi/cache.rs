@@ -27,9 +27,6 @@ pub struct tmq_cache_info {
 }
 
 /// An empty cache for a layer by a recipe, for example `best@3,sinks=4,window=128`.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_new(
     recipe: *const c_char,
@@ -48,9 +45,6 @@ pub unsafe extern "C" fn tmq_cache_new(
 }
 
 /// Appends keys and values of the same tokens and heads. On an error the cache is as it was.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_append(
     cache: *mut tmq_cache,
@@ -69,9 +63,6 @@ pub unsafe extern "C" fn tmq_cache_append(
 
 /// Attends with queries of the newest tokens, each of which sees what is not after it: floats by query token, query head and channel
 /// of the values. `scale` is usually 1 / sqrt(key_dim).
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_attend(
     cache: *const tmq_cache,
@@ -91,9 +82,6 @@ pub unsafe extern "C" fn tmq_cache_attend(
 }
 
 /// Drops the last `tokens` tokens, or all if there are fewer; `dropped` says how many and may be null.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_trim(
     cache: *mut tmq_cache,
@@ -111,9 +99,6 @@ pub unsafe extern "C" fn tmq_cache_trim(
 }
 
 /// What a cache holds; `info->struct_size` is set before.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_get_info(
     cache: *const tmq_cache,
@@ -136,9 +121,6 @@ pub unsafe extern "C" fn tmq_cache_get_info(
 }
 
 /// Frees a cache. Null is nothing to free.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_free(cache: *mut tmq_cache) {
     // SAFETY: as the caller vouches.

@@ -43,9 +43,6 @@ pub const TMQ_KEY: u32 = 0;
 pub const TMQ_VALUE: u32 = 1;
 
 /// A codec from its text, for example `d128:b4:hadamard:beta`; `turbomoq recipes` shows more of them.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codec_new(spec: *const c_char, out: *mut *mut tmq_codec) -> tmq_status {
     // SAFETY: as the caller vouches.
@@ -57,9 +54,6 @@ pub unsafe extern "C" fn tmq_codec_new(spec: *const c_char, out: *mut *mut tmq_c
 }
 
 /// The codec of one side of a layer by a recipe, for example `best@3`. `TMQ_UNSUPPORTED` if the recipe keeps the side exact.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codec_of_recipe(
     recipe: *const c_char,
@@ -84,9 +78,6 @@ pub unsafe extern "C" fn tmq_codec_of_recipe(
 }
 
 /// Sizes of a codec; `info->struct_size` is set before.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codec_get_info(
     codec: *const tmq_codec,
@@ -114,9 +105,6 @@ pub unsafe extern "C" fn tmq_codec_get_info(
 }
 
 /// Frees a codec; codes that it made stay good. Null is nothing to free.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codec_free(codec: *mut tmq_codec) {
     // SAFETY: as the caller vouches.
@@ -125,9 +113,6 @@ pub unsafe extern "C" fn tmq_codec_free(codec: *mut tmq_codec) {
 
 /// Packs keys or values. With `centred` not zero their mean over the first 128 tokens is taken from them first, as recipes do with
 /// keys; scores are then those of the centred keys plus that of the mean.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_encode(
     codec: *const tmq_codec,
@@ -155,9 +140,6 @@ pub(super) fn finite(x: &Tensor, what: &str) -> Result<(), Failure> {
 }
 
 /// Bytes of all buffers of packed vectors.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codes_bytes(codes: *const tmq_codes, out: *mut usize) -> tmq_status {
     // SAFETY: as the caller vouches.
@@ -168,9 +150,6 @@ pub unsafe extern "C" fn tmq_codes_bytes(codes: *const tmq_codes, out: *mut usiz
 }
 
 /// Frees packed vectors. Null is nothing to free.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_codes_free(codes: *mut tmq_codes) {
     // SAFETY: as the caller vouches.
@@ -178,9 +157,6 @@ pub unsafe extern "C" fn tmq_codes_free(codes: *mut tmq_codes) {
 }
 
 /// Unpacks to floats by token, head and channel; `len` must be tokens * heads * head_dim.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_decode(codes: *const tmq_codes, out: *mut f32, len: usize) -> tmq_status {
     // SAFETY: as the caller vouches.
@@ -192,9 +168,6 @@ pub unsafe extern "C" fn tmq_decode(codes: *const tmq_codes, out: *mut f32, len:
 
 /// Inner products of queries with packed keys, not scaled: floats by query head, query token and key token.
 /// Query heads are a multiple of the key heads, which they share in groups.
-///
-/// # Safety
-/// As the module says.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_scores(
     codes: *const tmq_codes,
@@ -210,9 +183,7 @@ pub unsafe extern "C" fn tmq_scores(
 }
 
 /// Sums of packed values with weights by query head, query token and value token: floats by query token, query head and channel.
-///
-/// # Safety
-/// As the module says; `weights` holds query_heads * query_tokens * tokens floats.
+/// Here `weights` holds query_heads * query_tokens * tokens floats.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_weighted_sum(
     codes: *const tmq_codes,

@@ -10,9 +10,7 @@ use crate::spec::Side;
 
 /// Importance of the KV heads of a model, 0 to 1, from sample keys of every layer, of equal heads and channels: doubles by layer and
 /// head. `sensitivity` has a number for each of them (how much the output changes by noise on the head) or is null.
-///
-/// # Safety
-/// As the module says; `keys` holds `layers` structs, `sensitivity` and `out` layers * heads doubles.
+/// Here `keys` holds `layers` structs, `sensitivity` and `out` layers * heads doubles.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_score_heads(
     keys: *const tmq_rows,
@@ -50,9 +48,7 @@ pub unsafe extern "C" fn tmq_score_heads(
 }
 
 /// Bits of every head, 1 to 8, for an average of `average` bits, from scores by layer and head: more for the important ones.
-///
-/// # Safety
-/// As the module says; `scores` and `out` hold layers * heads numbers.
+/// Here `scores` and `out` hold layers * heads numbers.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_allocate_bits(
     scores: *const f64,
