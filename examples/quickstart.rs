@@ -2,6 +2,7 @@
 
 use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
+use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
@@ -70,6 +71,13 @@ fn main() -> Result<()> {
     // The lowest priority leaves first.
     let evicted = pool.set_budget(pool.stats().used - 1)?.evicted;
     println!("evicted {evicted:?}, still there: {}", pool.get("research-agent-1")?.layers.len());
+    println!("-- score heads, and spread three bits a value over them");
+    let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
+    let scores = score_heads(&keys)?;
+    println!("bits of the heads of layer 0: {:?}", &scores.allocate_bits(3.0)?[..8]);
+    let shape = ModelShape { layers: 4, kv_heads: 8, key_dim: 128, value_dim: 128 };
+    let plan = Calibration::from_scores(shape, "the keys", &scores)?.plan(Unit::Head, 3.0, 1, 8)?;
+    println!("key bits {}, value bits {}", plan.key, plan.value);
 
     println!("-- stages on an engine: rotate, quantize, look up, score");
     let codec = compressor.codec(Side::Key, 0, 128)?.expect("keys are packed");

@@ -14,6 +14,8 @@ mod restore;
 mod serve;
 #[cfg(unix)]
 mod top;
+#[cfg(feature = "mlx")]
+mod tune;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -21,7 +23,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use turbomoq::engine::Engine;
+use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::recipe::{self, PRESETS};
+#[cfg(feature = "mlx")]
+use turbomoq::{Error, policy::Work};
 use turbomoq::{Recipe, Result};
 
 #[derive(Parser)]
@@ -62,6 +67,9 @@ enum Command {
     /// Show what a server holds
     #[cfg(unix)]
     Stats(top::StatsArguments),
+    #[cfg(feature = "mlx")]
+    /// Time both engines on this machine, for `--engine auto`
+    Tune(tune::Arguments),
     /// List the presets
     Recipes,
 }
@@ -105,7 +113,7 @@ impl RecipeArguments {
 /// Where the stages run.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum EngineName {
-    /// MLX where a GPU runs it, else the CPU engine
+    /// The one that was faster at this size, see `turbomoq tune`
     Auto,
     /// The CPU engine
     Cpu,
@@ -117,14 +125,33 @@ enum EngineName {
 /// A command that runs on any engine.
 trait OnEngine {
     type Output;
+    /// Channels of a vector, and vectors of a side of a layer.
+    #[cfg_attr(not(feature = "mlx"), allow(dead_code))] // there is nothing to choose from
+    fn size(&self) -> [usize; 2];
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output>;
+}
+
+/// The size of the first plain layer of a prompt cache.
+fn size(cache: &PromptCache) -> [usize; 2] {
+    let shape = |layer: &Layer| match layer {
+        Layer::Kv { kv: Some(kv), .. } => Some(kv.keys.shape().to_vec()),
+        _ => None,
+    };
+    match cache.layers.iter().find_map(shape).as_deref() {
+        Some([b, h, t, d]) => [*d, b * h * t],
+        _ => [128, 0],
+    }
 }
 
 impl EngineName {
     fn run<C: OnEngine>(self, command: C) -> Result<C::Output> {
         #[cfg(feature = "mlx")]
-        if self == EngineName::Mlx || (self == EngineName::Auto && turbomoq::graph::on_gpu()) {
-            return command.run(turbomoq::graph::Graph::new());
+        {
+            let [head_dim, rows] = command.size();
+            let auto = || Ok::<_, Error>(tune::known()?.prefers_mlx(Work::Encode, head_dim, rows));
+            if self == EngineName::Mlx || (self == EngineName::Auto && auto()?) {
+                return command.run(turbomoq::graph::Graph::new());
+            }
         }
         command.run(turbomoq::cpu::Cpu)
     }
@@ -147,6 +174,8 @@ pub fn run() -> ExitCode {
         Command::Top(arguments) => top::top(&arguments),
         #[cfg(unix)]
         Command::Stats(arguments) => top::stats(&arguments),
+        #[cfg(feature = "mlx")]
+        Command::Tune(arguments) => tune::run(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {
