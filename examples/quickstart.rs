@@ -1,10 +1,14 @@
 //! The original system's Quick Start, snippet by snippet, in Rust: `cargo run --release --example quickstart`.
 
+use turbomoq::attention::Rules;
+use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
 use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
-use turbomoq::policy::ModelShape;
+use turbomoq::ffi;
+use turbomoq::policy::{ModelShape, ProgressivePolicy};
+use turbomoq::pool::MemoryPool;
 use turbomoq::rng::Rng;
 use turbomoq::spec::Side;
 use turbomoq::{Recipe, Result, Tensor};
@@ -14,6 +18,31 @@ fn sample(stream: u64) -> Result<Tensor> {
     let shape = [1, 8, 512, 128];
     let mut rng = Rng::new(42, stream);
     Tensor::new(&shape, (0..shape.iter().product()).map(|_| rng.normal() as f32).collect())
+}
+
+/// Scores eight heads of one layer and spreads 3 bits over them.
+fn c_api() -> Result<()> {
+    let keys = sample(7)?.to_f32()?;
+    let rows = ffi::tmq_rows {
+        struct_size: size_of::<ffi::tmq_rows>(),
+        data: keys.as_ptr().cast(),
+        dtype: ffi::TMQ_F32,
+        heads: 8,
+        tokens: 512,
+        head_dim: 128,
+        token_stride: 128,
+        head_stride: 512 * 128,
+    };
+    let (mut scores, mut bits) = ([0f64; 8], [0u8; 8]);
+    // SAFETY: the rows lie inside `keys`, and both outputs have a place for each head.
+    let done = unsafe {
+        [
+            ffi::tmq_score_heads(&rows, 1, std::ptr::null(), scores.as_mut_ptr(), 8),
+            ffi::tmq_allocate_bits(scores.as_ptr(), 1, 8, 128, 3.0, bits.as_mut_ptr(), 8),
+        ]
+    };
+    println!("{done:?}: bits {bits:?}");
+    Ok(())
 }
 
 fn main() -> Result<()> {
@@ -31,6 +60,17 @@ fn main() -> Result<()> {
     let restored = compressor.decompress(&compressed)?;
     println!("restored {} layers, keys {:?}", restored.len(), restored[0].0.shape());
 
+    println!("-- multi-agent memory pool");
+    let pool = MemoryPool::new(compressed.stats().bytes * 5 / 2);
+    pool.allocate("research-agent-1", "research", 1.0)?;
+    pool.allocate("coding-agent-2", "coding", 0.8)?;
+    pool.store("research-agent-1", compressed.clone())?;
+    // Equal caches share their blocks: a second agent with the same prefix costs nearly nothing.
+    let outcome = pool.store("coding-agent-2", compressed)?;
+    println!("{} bytes alone, {} more in the pool", outcome.bytes, outcome.added);
+    // The lowest priority leaves first.
+    let evicted = pool.set_budget(pool.stats().used - 1)?.evicted;
+    println!("evicted {evicted:?}, still there: {}", pool.get("research-agent-1")?.layers.len());
     println!("-- score heads, and spread three bits a value over them");
     let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
     let scores = score_heads(&keys)?;
@@ -54,6 +94,28 @@ fn main() -> Result<()> {
         let scores = graph.scores(&codes, &graph.put(&queries)?)?;
         println!("scores of packed keys {:?}", graph.get(&scores)?.shape());
     }
+
+    println!("-- tiers by received attention, with a pinned prompt");
+    let shape = LayerShape { key_dim: 128, value_dim: 128 };
+    let mut cache = LayerCache::new(Cpu, &"best".parse()?, 0, shape)?;
+    cache = cache.with_tiers(&"attention".parse()?, OBSERVE_EVERY)?;
+    cache.pin(0..64)?;
+    let rules = Rules::causal(1.0 / 128f32.sqrt());
+    for step in 0..4 {
+        let (k, v) = (sample(100 + 2 * step)?, sample(101 + 2 * step)?);
+        cache.update_and_attend(&k, &k, &v, &rules)?;
+    }
+    for part in cache.report()?.parts {
+        println!("{}: {} tokens at {}/{} bits", part.tier, part.tokens, part.key_bits, part.value_bits);
+    }
+
+    println!("-- capacity of 8.1 GB with progressive tiers");
+    let model = ModelShape { layers: 32, kv_heads: 8, key_dim: 128, value_dim: 128 };
+    let tokens = ProgressivePolicy::default().capacity(&"best".parse()?, &model, 8_100_000_000)?;
+    println!("context: {tokens} tokens");
+
+    println!("-- scores of heads and bits for them, through the C API as a program in C would");
+    c_api()?;
 
     println!("-- QJL residual at sub-2-bit widths, and what beats it at equal bits");
     for text in [

@@ -5,12 +5,16 @@
 //! order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
 
 mod manifest;
+mod spill;
+
+pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};
 use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::files;
+use crate::pool::Pooled;
 use crate::prompt_cache::{Container, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring};
 use crate::recipe::Recipe;
 use crate::tensor::{Dtype, Tensor};
@@ -25,7 +29,7 @@ pub const VERSION: u32 = 1;
 const KEY: &str = "turbomoq";
 
 /// A compressed prompt cache.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub struct Archive {
     /// How keys and values were packed.
     pub recipe: Recipe,
@@ -38,7 +42,7 @@ pub struct Archive {
 }
 
 /// One layer of an archive.
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 #[allow(clippy::large_enum_variant, reason = "tens of layers, each in front of megabytes")]
 pub enum Entry {
     /// Attention keys and values, packed.
@@ -101,10 +105,25 @@ impl Archive {
     pub fn compress<E: Engine>(
         cache: &PromptCache,
         compressor: &Compressor<E>,
+        done: impl FnMut(),
+    ) -> Result<Archive> {
+        Archive::compress_after(None, cache, compressor, done)
+    }
+
+    /// As [`Archive::compress`], for a cache of which `before` may hold the beginning: plain layers keep the codes of tokens that are
+    /// what `before` unpacks to, see [`Compressor::compress_layer_after`].
+    ///
+    /// # Errors
+    /// As [`Compressor::compress_layer`].
+    pub fn compress_after<E: Engine>(
+        before: Option<&Archive>,
+        cache: &PromptCache,
+        compressor: &Compressor<E>,
         mut done: impl FnMut(),
     ) -> Result<Archive> {
+        let before = before.filter(|b| b.recipe == *compressor.recipe());
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
-            let entry = pack(layer, i, compressor);
+            let entry = pack(layer, i, compressor, before.and_then(|b| b.layers.get(i)));
             done();
             entry
         });
@@ -216,9 +235,49 @@ impl Archive {
     }
 }
 
-fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> Result<Entry> {
+impl Pooled for Archive {
+    fn bodies(&mut self) -> Vec<&mut Option<Codes<Tensor>>> {
+        fn walk<'a>(list: &'a mut [Entry], out: &mut Vec<&'a mut Option<Codes<Tensor>>>) {
+            for entry in list {
+                match entry {
+                    Entry::Packed { layer, .. } => {
+                        out.extend([&mut layer.key.body, &mut layer.value.body]);
+                    }
+                    Entry::Other(_) => {}
+                    Entry::List(list) => walk(list, out),
+                }
+            }
+        }
+        let mut out = vec![];
+        walk(&mut self.layers, &mut out);
+        out
+    }
+
+    fn nbytes(&self) -> usize {
+        fn entry(e: &Entry) -> usize {
+            size_of::<Entry>()
+                + match e {
+                    Entry::Packed { layer, .. } => {
+                        size_of::<CompressedLayer<Tensor>>() + layer.key.nbytes() + layer.value.nbytes()
+                    }
+                    Entry::Other(layer) => layer.nbytes(),
+                    Entry::List(list) => list.iter().map(entry).sum(),
+                }
+        }
+        let metadata = self.metadata.iter().map(|(k, v)| k.len() + v.len()).sum::<usize>();
+        metadata + self.layers.iter().map(entry).sum::<usize>()
+    }
+}
+
+fn pack<E: Engine>(
+    layer: &Layer,
+    index: usize,
+    compressor: &Compressor<E>,
+    before: Option<&Entry>,
+) -> Result<Entry> {
     if let Layer::List(list) = layer {
-        return Ok(Entry::List(list.iter().map(|l| pack(l, index, compressor)).collect::<Result<_>>()?));
+        let entries = list.iter().map(|l| pack(l, index, compressor, None));
+        return Ok(Entry::List(entries.collect::<Result<_>>()?));
     }
     let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
         return Ok(Entry::Other(layer.clone()));
@@ -229,7 +288,14 @@ fn pack<E: Engine>(layer: &Layer, index: usize, compressor: &Compressor<E>) -> R
         let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
         return Ok(Entry::Packed { shell, layer });
     }
-    let packed = compressor.compress_layer(index, &kv.keys, &kv.values)?;
+    let before = match before {
+        Some(Entry::Packed { shell: Shell::Plain(_), layer }) if matches!(shell, Shell::Plain(_)) => {
+            let side = |side| to_engine(side, compressor.engine());
+            Some(CompressedLayer { key: side(&layer.key)?, value: side(&layer.value)? })
+        }
+        _ => None,
+    };
+    let packed = compressor.compress_layer_after(index, &kv.keys, &kv.values, before.as_ref())?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
         let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;
@@ -267,14 +333,15 @@ fn unpack<E: Engine>(entry: &Entry, compressor: &Compressor<E>) -> Result<Layer>
         }
         Entry::Packed { shell, layer } => (shell, layer),
     };
-    let device = |side: &CompressedSide<Tensor>| -> Result<Tensor> {
-        let put = |t: &Option<Tensor>| t.as_ref().map(|t| compressor.engine().put(t)).transpose();
-        let body =
-            side.body.as_ref().map(|codes| move_codes(codes, |t| compressor.engine().put(t))).transpose()?;
-        let (head, tail) = (put(&side.head)?, put(&side.tail)?);
-        compressor.decompress_side(&CompressedSide { head, body, tail, shape: side.shape, dtype: side.dtype })
-    };
-    rebuild(shell, Pair { keys: device(&layer.key)?, values: device(&layer.value)? })
+    let dense = |side| compressor.decompress_side(&to_engine(side, compressor.engine())?);
+    rebuild(shell, Pair { keys: dense(&layer.key)?, values: dense(&layer.value)? })
+}
+
+fn to_engine<E: Engine>(side: &CompressedSide<Tensor>, engine: &E) -> Result<CompressedSide<E::Tensor>> {
+    let put = |t: &Option<Tensor>| t.as_ref().map(|t| engine.put(t)).transpose();
+    let body = side.body.as_ref().map(|codes| move_codes(codes, |t| engine.put(t))).transpose()?;
+    let (head, tail) = (put(&side.head)?, put(&side.tail)?);
+    Ok(CompressedSide { head, body, tail, shape: side.shape, dtype: side.dtype })
 }
 
 fn shell_of(layer: &Layer, kind: KvKind) -> Shell {

@@ -189,6 +189,21 @@ impl<E: Engine> Compressor<E> {
         keys: &Tensor,
         values: &Tensor,
     ) -> Result<CompressedLayer<E::Tensor>> {
+        self.compress_layer_after(layer, keys, values, None)
+    }
+
+    /// Packs one layer of which `before` holds the beginning. Tokens that are bit for bit what `before` unpacks to keep their codes,
+    /// so a cache that is unpacked, continued and packed again loses nothing more and costs only its new tokens.
+    ///
+    /// # Errors
+    /// As [`Compressor::compress_layer`].
+    pub fn compress_layer_after(
+        &self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        before: Option<&CompressedLayer<E::Tensor>>,
+    ) -> Result<CompressedLayer<E::Tensor>> {
         let (k, v) = (check(layer, Side::Key, keys)?, check(layer, Side::Value, values)?);
         if k[..3] != v[..3] {
             return Err(
@@ -196,8 +211,8 @@ impl<E: Engine> Compressor<E> {
             );
         }
         Ok(CompressedLayer {
-            key: self.compress_side(layer, Side::Key, keys, k)?,
-            value: self.compress_side(layer, Side::Value, values, v)?,
+            key: self.compress_side(layer, Side::Key, keys, k, before.map(|l| &l.key))?,
+            value: self.compress_side(layer, Side::Value, values, v, before.map(|l| &l.value))?,
         })
     }
 
@@ -219,6 +234,7 @@ impl<E: Engine> Compressor<E> {
         side: Side,
         x: &Tensor,
         shape: [usize; 4],
+        before: Option<&CompressedSide<E::Tensor>>,
     ) -> Result<CompressedSide<E::Tensor>> {
         let dtype = x.float().ok_or_else(|| x.wrong_dtype("tensor", "F32, F16 or BF16"))?;
         let codec = self.codec(side, layer, shape[3])?;
@@ -235,11 +251,25 @@ impl<E: Engine> Compressor<E> {
         };
         let body = match codec {
             Some(codec) if packed > 0 => {
-                let rows = self.engine.put(&x.slice(2, sinks, sinks + packed)?)?;
+                let kept = match before {
+                    Some(before) => self.kept(before, &codec, x, sinks, packed)?,
+                    None => None,
+                };
+                let start = sinks + kept.as_ref().map_or(0, |codes| codes.shape()[2]);
+                let rows = self.engine.put(&x.slice(2, start, sinks + packed)?)?;
                 let centred = self.recipe.centred && side == Side::Key;
-                let frame =
-                    self.engine.frame(&codec, centred, &rows.slice(2, 0, packed.min(BLOCK))?, None)?;
-                Some(self.engine.encode(&codec, frame, &rows)?)
+                Some(match kept {
+                    Some(codes) if start == sinks + packed => codes,
+                    Some(codes) => {
+                        let new = self.engine.encode(&codec, codes.frame().clone(), &rows)?;
+                        Codes::concat(&[codes, new])?
+                    }
+                    None => {
+                        let first = rows.slice(2, 0, packed.min(BLOCK))?;
+                        let frame = self.engine.frame(&codec, centred, &first, None)?;
+                        self.engine.encode(&codec, frame, &rows)?
+                    }
+                })
             }
             _ => None,
         };
@@ -250,6 +280,29 @@ impl<E: Engine> Compressor<E> {
             shape,
             dtype,
         })
+    }
+
+    /// The codes of `before`, if they are of this codec and unpack to the tokens of `x` behind the sinks.
+    fn kept(
+        &self,
+        before: &CompressedSide<E::Tensor>,
+        codec: &Codec,
+        x: &Tensor,
+        sinks: usize,
+        packed: usize,
+    ) -> Result<Option<Codes<E::Tensor>>> {
+        let Some(codes) = &before.body else { return Ok(None) };
+        let (old, new) = (before.shape, x.shape());
+        let [old_sinks, len, _] = before.split();
+        let alike =
+            [old[0], old[1], old[3]] == [new[0], new[1], new[3]] && old_sinks == sinks && len <= packed;
+        // A frame is made from a whole block, or it would not be the one that a longer cache has.
+        if !alike || len < BLOCK || !codes.codec().same(codec) || x.float() != Some(before.dtype) {
+            return Ok(None);
+        }
+        let dense = self.engine.get(&self.engine.decode(codes, before.dtype)?)?;
+        let same = dense.row_major_bytes() == x.slice(2, sinks, sinks + len)?.row_major_bytes();
+        Ok(same.then(|| codes.clone()))
     }
 
     /// Unpacks one side to its first shape and dtype.

@@ -5,6 +5,9 @@ use std::path::PathBuf;
 /// The result of every fallible call of this crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
+/// The reason of [`Error::NotHeld`] that means a loss.
+pub(crate) const EVICTED: &str = "its cache was evicted";
+
 /// What went wrong, with the thing and the value.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
@@ -119,8 +122,71 @@ pub enum Error {
         /// The file.
         path: PathBuf,
     },
+    /// A pool has no room for a cache, and cannot make any.
+    #[error("{id}: {needed} bytes do not fit into the {limit} of {bytes}: at most {free} can be made free")]
+    OverBudget {
+        /// The agent.
+        id: String,
+        /// Bytes that storing the cache would take.
+        needed: usize,
+        /// `budget`, or the quota with its type.
+        limit: String,
+        /// Bytes of the limit.
+        bytes: usize,
+        /// Bytes that are free or could be made free.
+        free: usize,
+    },
+    /// A pool does not hold what was asked for.
+    #[error("agent {id:?}: {reason}")]
+    NotHeld {
+        /// The agent.
+        id: String,
+        /// Why not.
+        reason: &'static str,
+    },
+    /// Another process holds the lock of a folder.
+    #[error("{path}: another process uses this folder")]
+    InUse {
+        /// The folder.
+        path: PathBuf,
+    },
+    /// A server has refused a request.
+    #[error("the server refused: {message}")]
+    Refused {
+        /// The kind of error, see [`Error::code`].
+        code: String,
+        /// The server's words.
+        message: String,
+    },
     /// MLX reported an error.
     #[cfg(feature = "mlx")]
     #[error("MLX: {0}")]
     Mlx(#[from] mlx_rs::error::Exception),
+}
+
+impl Error {
+    /// A word for programs that tells the kinds of errors apart.
+    pub fn code(&self) -> &str {
+        match self {
+            Error::Shape { .. } => "shape",
+            Error::Dtype { .. } => "dtype",
+            Error::Unsupported { .. } => "unsupported",
+            Error::Parse { .. } => "parse",
+            Error::NonFinite { .. } => "non-finite",
+            Error::CodecMismatch { .. } => "codec-mismatch",
+            Error::Range { .. } => "range",
+            Error::Io { .. } => "io",
+            Error::Format { .. } => "format",
+            Error::UnknownClass { .. } => "unknown-class",
+            Error::BatchCache { .. } => "batch-cache",
+            Error::SameFile { .. } => "same-file",
+            Error::OverBudget { .. } => "over-budget",
+            Error::NotHeld { reason, .. } if *reason == EVICTED => "evicted",
+            Error::NotHeld { .. } => "not-held",
+            Error::InUse { .. } => "in-use",
+            Error::Refused { code, .. } => code,
+            #[cfg(feature = "mlx")]
+            Error::Mlx(_) => "mlx",
+        }
+    }
 }

@@ -13,6 +13,7 @@ pub mod compressor;
 pub mod cpu;
 pub mod engine;
 pub mod error;
+pub mod ffi;
 pub mod files;
 pub mod frame;
 #[cfg(feature = "mlx")]
@@ -22,6 +23,7 @@ pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;
 pub mod policy;
+pub mod pool;
 pub mod prompt_cache;
 pub mod qjl;
 pub mod recipe;
@@ -29,6 +31,8 @@ pub mod report;
 pub mod rng;
 pub mod rotation;
 pub mod scale;
+#[cfg(unix)]
+pub mod serve;
 pub mod spec;
 pub mod tensor;
 pub mod transform;

@@ -149,16 +149,21 @@ impl Plan {
 
     /// The longest cache that fits into `budget` bytes. More than 2^26 tokens are not looked for.
     pub fn capacity(&self, budget: usize) -> usize {
-        let (mut low, mut high) = (0, 1);
-        while high < 1 << 26 && self.bytes(high) <= budget {
-            (low, high) = (high, 2 * high);
-        }
-        while high - low > 1 {
-            let middle = low + (high - low) / 2;
-            if self.bytes(middle) <= budget { low = middle } else { high = middle }
-        }
-        low
+        longest(budget, |tokens| self.bytes(tokens))
     }
+}
+
+/// The most tokens, up to 2^26, whose bytes are within a budget.
+pub(super) fn longest(budget: usize, bytes: impl Fn(usize) -> usize) -> usize {
+    let (mut low, mut high) = (0, 1);
+    while high < 1 << 26 && bytes(high) <= budget {
+        (low, high) = (high, 2 * high);
+    }
+    while high - low > 1 {
+        let middle = low + (high - low) / 2;
+        if bytes(middle) <= budget { low = middle } else { high = middle }
+    }
+    low
 }
 
 impl ProgressivePolicy {

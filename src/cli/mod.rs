@@ -4,11 +4,16 @@
 
 mod budget;
 mod calibrate;
+mod capacity;
 mod compare;
 mod compress;
 mod inspect;
 mod plan;
 mod restore;
+#[cfg(unix)]
+mod serve;
+#[cfg(unix)]
+mod top;
 #[cfg(feature = "mlx")]
 mod tune;
 mod verify;
@@ -49,6 +54,17 @@ enum Command {
     Calibrate(calibrate::Arguments),
     /// Show what a tier policy decides and what that costs, or how a budget is spread over heads
     Plan(plan::Arguments),
+    /// Show how much context, and how many agents, fit into a memory
+    Capacity(capacity::Arguments),
+    /// Hold the caches of many mlx-lm processes in one budget
+    #[cfg(unix)]
+    Serve(serve::Arguments),
+    /// Show what a server holds, live
+    #[cfg(unix)]
+    Top(top::TopArguments),
+    /// Show what a server holds
+    #[cfg(unix)]
+    Stats(top::StatsArguments),
     #[cfg(feature = "mlx")]
     /// Time both engines on this machine, for `--engine auto`
     Tune(tune::Arguments),
@@ -148,6 +164,13 @@ pub fn run() -> ExitCode {
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Capacity(arguments) => capacity::run(&arguments),
+        #[cfg(unix)]
+        Command::Serve(arguments) => serve::run(&arguments),
+        #[cfg(unix)]
+        Command::Top(arguments) => top::top(&arguments),
+        #[cfg(unix)]
+        Command::Stats(arguments) => top::stats(&arguments),
         #[cfg(feature = "mlx")]
         Command::Tune(arguments) => tune::run(&arguments),
         Command::Recipes => {
@@ -183,6 +206,36 @@ fn table(header: &[&str]) -> comfy_table::Table {
     let mut table = comfy_table::Table::new();
     table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
     table
+}
+
+/// Bytes that a person wrote: `8GiB`, `16GB`, `512MiB`, or a plain number.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Size(usize);
+
+impl std::str::FromStr for Size {
+    type Err = turbomoq::Error;
+    fn from_str(text: &str) -> Result<Size> {
+        const UNITS: [(&str, f64); 8] = [
+            ("KiB", 1024.0),
+            ("MiB", 1048576.0),
+            ("GiB", 1073741824.0),
+            ("TiB", 1099511627776.0),
+            ("KB", 1e3),
+            ("MB", 1e6),
+            ("GB", 1e9),
+            ("TB", 1e12),
+        ];
+        let unit = UNITS.iter().find_map(|(name, n)| Some((text.strip_suffix(name)?, *n)));
+        let (number, unit) = unit.unwrap_or((text, 1.0));
+        match number.trim().parse::<f64>() {
+            Ok(n) if (0.0..1e18).contains(&(n * unit)) => Ok(Size((n * unit) as usize)),
+            _ => Err(turbomoq::Error::Parse {
+                what: "bytes",
+                text: text.into(),
+                reason: "expected a number with a unit like GiB or GB".into(),
+            }),
+        }
+    }
 }
 
 /// Bytes for people.

@@ -274,4 +274,5 @@ def quantize(folder):
     assert differ == 0
 
 
-{"make": make, "verify": verify, "agree": agree, "floats": floats, "quantize": quantize}[sys.argv[1]](*sys.argv[2:])
+if __name__ == "__main__":
+    {"make": make, "verify": verify, "agree": agree, "floats": floats, "quantize": quantize}[sys.argv[1]](*sys.argv[2:])

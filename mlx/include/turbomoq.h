@@ -1,0 +1,187 @@
+/* turbomoq: packed KV caches for engines in C and C++.
+ *
+ * Every call gives a status; tmq_last_error() has the words. Structs begin with their own size. Handles are freed once by their owner,
+ * not used after that, and used by one thread at a time. A pointer is null or points to what the comment says.
+ * Made from src/ffi by mlx/capi/header.py. */
+#ifndef TURBOMOQ_H
+#define TURBOMOQ_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Version of the API: rises when something is added, and nothing is taken away. */
+#define TMQ_VERSION 1
+
+/* Elements are 32-bit floats. */
+#define TMQ_F32 0
+
+/* Elements are IEEE half floats. */
+#define TMQ_F16 1
+
+/* Elements are brain floats. */
+#define TMQ_BF16 2
+
+/* The keys of a recipe. */
+#define TMQ_KEY 0
+
+/* The values of a recipe. */
+#define TMQ_VALUE 1
+
+/* How a call ended. Numbers never change. */
+typedef enum tmq_status {
+  /* It is done. */
+  TMQ_OK = 0,
+  /* A pointer is null that must not be. */
+  TMQ_NULL_POINTER = 1,
+  /* A struct names a size that this library does not know. */
+  TMQ_STRUCT_SIZE = 2,
+  /* An array has a shape or length that does not fit. */
+  TMQ_SHAPE = 3,
+  /* An element type, codec or recipe that is not supported. */
+  TMQ_UNSUPPORTED = 4,
+  /* A text that cannot be read. */
+  TMQ_PARSE = 5,
+  /* An element is NaN or infinite. */
+  TMQ_NON_FINITE = 6,
+  /* A range of tokens outside what is stored, or across tokens that are encoded together. */
+  TMQ_RANGE = 7,
+  /* Any other error. */
+  TMQ_FAILED = 8,
+  /* A defect of this library; the handle should be freed. */
+  TMQ_INTERNAL = 9,
+} tmq_status;
+
+/* Vectors of one layer: channel d of token t and head h is element t * token_stride + h * head_stride + d of data.
+ * 
+ * A row of all heads for each token, as llama.cpp keeps its keys, has head_stride = head_dim and
+ * token_stride = heads * head_dim. */
+typedef struct tmq_rows {
+  /* sizeof(tmq_rows). */
+  size_t struct_size;
+  /* The first element. */
+  const void *data;
+  /* TMQ_F32, TMQ_F16 or TMQ_BF16. */
+  uint32_t dtype;
+  /* Heads. */
+  size_t heads;
+  /* Tokens. */
+  size_t tokens;
+  /* Channels. */
+  size_t head_dim;
+  /* Elements from a token to the next. */
+  size_t token_stride;
+  /* Elements from a head to the next. */
+  size_t head_stride;
+} tmq_rows;
+
+/* Sizes of a codec. */
+typedef struct tmq_codec_info {
+  /* sizeof(tmq_codec_info), set by the caller. */
+  size_t struct_size;
+  /* Channels of a vector. */
+  size_t head_dim;
+  /* Bytes of a packed vector, scales included. */
+  size_t row_bytes;
+  /* Vectors that are encoded together: tokens come in multiples of it. */
+  size_t tile;
+  /* Bits of a code. */
+  float bits;
+} tmq_codec_info;
+
+/* A codec with its tables. */
+typedef struct tmq_codec tmq_codec;
+
+/* Packed vectors of one layer and side, with their codec and tables. */
+typedef struct tmq_codes tmq_codes;
+
+/* What a cache holds. */
+typedef struct tmq_cache_info {
+  /* sizeof(tmq_cache_info), set by the caller. */
+  size_t struct_size;
+  /* Tokens held. */
+  size_t tokens;
+  /* Position of the next token. */
+  size_t offset;
+  /* Bytes of every buffer. */
+  size_t bytes;
+} tmq_cache_info;
+
+/* The cache of one layer. */
+typedef struct tmq_cache tmq_cache;
+
+/* Version of the library's API, to be compared with TMQ_VERSION of the header. */
+uint32_t tmq_version(void);
+
+/* What went wrong in the last call of this thread that failed; the text is there until the next such call. */
+const char *tmq_last_error(void);
+
+/* A codec from its text, for example d128:b4:hadamard:beta; turbomoq recipes shows more of them. */
+tmq_status tmq_codec_new(const char *spec, tmq_codec **out);
+
+/* The codec of one side of a layer by a recipe, for example best@3. TMQ_UNSUPPORTED if the recipe keeps the side exact. */
+tmq_status tmq_codec_of_recipe(const char *recipe, uint32_t side, size_t layer, size_t head_dim, tmq_codec **out);
+
+/* Sizes of a codec; info->struct_size is set before. */
+tmq_status tmq_codec_get_info(const tmq_codec *codec, tmq_codec_info *info);
+
+/* Frees a codec; codes that it made stay good. Null is nothing to free. */
+void tmq_codec_free(tmq_codec *codec);
+
+/* Packs keys or values. With centred not zero their mean over the first 128 tokens is taken from them first, as recipes do with
+ * keys; scores are then those of the centred keys plus that of the mean. */
+tmq_status tmq_encode(const tmq_codec *codec, const tmq_rows *rows, int32_t centred, tmq_codes **out);
+
+/* Bytes of all buffers of packed vectors. */
+tmq_status tmq_codes_bytes(const tmq_codes *codes, size_t *out);
+
+/* Frees packed vectors. Null is nothing to free. */
+void tmq_codes_free(tmq_codes *codes);
+
+/* Unpacks to floats by token, head and channel; len must be tokens * heads * head_dim. */
+tmq_status tmq_decode(const tmq_codes *codes, float *out, size_t len);
+
+/* Inner products of queries with packed keys, not scaled: floats by query head, query token and key token.
+ * Query heads are a multiple of the key heads, which they share in groups. */
+tmq_status tmq_scores(const tmq_codes *codes, const tmq_rows *queries, float *out, size_t len);
+
+/* Sums of packed values with weights by query head, query token and value token: floats by query token, query head and channel.
+ * Here weights holds query_heads * query_tokens * tokens floats. */
+tmq_status tmq_weighted_sum(const tmq_codes *codes, const float *weights, size_t query_heads, size_t query_tokens, float *out, size_t len);
+
+/* An empty cache for a layer by a recipe, for example best@3,sinks=4,window=128. */
+tmq_status tmq_cache_new(const char *recipe, size_t layer, size_t key_dim, size_t value_dim, tmq_cache **out);
+
+/* Appends keys and values of the same tokens and heads. On an error the cache is as it was. */
+tmq_status tmq_cache_append(tmq_cache *cache, const tmq_rows *keys, const tmq_rows *values);
+
+/* Attends with queries of the newest tokens, each of which sees what is not after it: floats by query token, query head and channel
+ * of the values. scale is usually 1 / sqrt(key_dim). */
+tmq_status tmq_cache_attend(const tmq_cache *cache, const tmq_rows *queries, float scale, float *out, size_t len);
+
+/* Drops the last tokens tokens, or all if there are fewer; dropped says how many and may be null. */
+tmq_status tmq_cache_trim(tmq_cache *cache, size_t tokens, size_t *dropped);
+
+/* What a cache holds; info->struct_size is set before. */
+tmq_status tmq_cache_get_info(const tmq_cache *cache, tmq_cache_info *info);
+
+/* Frees a cache. Null is nothing to free. */
+void tmq_cache_free(tmq_cache *cache);
+
+/* Importance of the KV heads of a model, 0 to 1, from sample keys of every layer, of equal heads and channels: doubles by layer and
+ * head. sensitivity has a number for each of them (how much the output changes by noise on the head) or is null.
+ * Here keys holds layers structs, sensitivity and out layers * heads doubles. */
+tmq_status tmq_score_heads(const tmq_rows *keys, size_t layers, const double *sensitivity, double *out, size_t len);
+
+/* Bits of every head, 1 to 8, for an average of average bits, from scores by layer and head: more for the important ones.
+ * Here scores and out hold layers * heads numbers. */
+tmq_status tmq_allocate_bits(const double *scores, size_t layers, size_t heads, size_t head_dim, double average, uint8_t *out, size_t len);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif

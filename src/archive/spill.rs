@@ -1,0 +1,111 @@
+//! The pool's disk: one compressed file a cache, with the agent's label inside, in a folder that one process holds.
+//!
+//! A file is written beside its place, flushed and renamed, so it is whole or not there. At the start the newest version of every
+//! agent counts; older ones and unfinished files are removed, and a file that cannot be read is set aside under another name.
+
+use super::manifest::Manifest;
+use super::{Archive, KEY};
+use crate::error::{Error, Result};
+use crate::files;
+use crate::pool::{Label, Spill};
+use crate::prompt_cache::Container;
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+/// Where the label is, among what the user stored beside the cache.
+const LABEL: &str = "turbomoq.agent";
+
+/// A folder of compressed files for a [`crate::pool::MemoryPool`].
+#[derive(Debug)]
+pub struct SpillFolder {
+    folder: PathBuf,
+    /// Held as long as the folder is used.
+    _lock: fs::File,
+}
+
+impl SpillFolder {
+    /// Takes a folder, which is made if it is not there.
+    ///
+    /// # Errors
+    /// [`Error::InUse`] if another process has it, [`Error::Io`].
+    pub fn open(folder: impl Into<PathBuf>) -> Result<SpillFolder> {
+        let folder = folder.into();
+        files::private_folder(&folder)?;
+        let lock = files::lock(&folder)?;
+        Ok(SpillFolder { folder, _lock: lock })
+    }
+
+    fn path(&self, label: &Label) -> PathBuf {
+        // Versions differ between all caches of a pool, so a name that two agents share does no harm.
+        self.folder.join(format!("{:016x}-{}.tmq", files::stable_hash(label.id.as_bytes()), label.version))
+    }
+}
+
+fn label_of(path: &Path) -> Result<Label> {
+    let file = Container::open(path)?;
+    let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
+    let manifest: Manifest = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
+    let text = manifest.metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
+    serde_json::from_str(text).map_err(|e| file.bad(format!("agent: {e}")))
+}
+
+impl Spill<Archive> for SpillFolder {
+    fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
+        let path = self.path(label);
+        let text = serde_json::to_string(label)
+            .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
+        let mut labelled = cache.clone();
+        labelled.metadata.insert(LABEL.into(), text);
+        labelled.write(&path)
+    }
+
+    fn load(&self, label: &Label) -> Result<Archive> {
+        let mut archive = Archive::read(self.path(label))?;
+        archive.metadata.remove(LABEL);
+        Ok(archive)
+    }
+
+    fn remove(&self, label: &Label) -> Result<()> {
+        let path = self.path(label);
+        match fs::remove_file(&path) {
+            Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::Io { path, source }),
+            _ => Ok(()),
+        }
+    }
+
+    fn list(&self) -> Result<Vec<(Label, u64)>> {
+        let io = |path: &Path| {
+            let path = path.to_path_buf();
+            move |source| Error::Io { path, source }
+        };
+        let remove = |path: &Path| fs::remove_file(path).map_err(io(path));
+        let mut newest: BTreeMap<String, (Label, u64, PathBuf)> = BTreeMap::new();
+        for entry in fs::read_dir(&self.folder).map_err(io(&self.folder))? {
+            let entry = entry.map_err(io(&self.folder))?;
+            let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
+            if name.starts_with(files::UNFINISHED) {
+                remove(&path)?;
+                continue;
+            }
+            if !name.ends_with(".tmq") {
+                continue;
+            }
+            let label = match label_of(&path) {
+                Ok(label) => label,
+                Err(error) => {
+                    eprintln!("turbomoq: set aside: {error}");
+                    fs::rename(&path, path.with_extension("damaged")).map_err(io(&path))?;
+                    continue;
+                }
+            };
+            let bytes = entry.metadata().map_err(io(&path))?.len();
+            let other = match newest.get(&label.id) {
+                Some(known) if known.0.version > label.version => Some(path),
+                _ => newest.insert(label.id.clone(), (label, bytes, path)).map(|old| old.2),
+            };
+            other.as_deref().map_or(Ok(()), remove)?;
+        }
+        Ok(newest.into_values().map(|(label, bytes, _)| (label, bytes)).collect())
+    }
+}

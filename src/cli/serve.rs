@@ -1,0 +1,69 @@
+//! `turbomoq serve`: one pool for many mlx-lm processes, until SIGTERM or SIGINT.
+
+use super::{Size, bytes};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use turbomoq::serve::{Options, Server, default_folder};
+use turbomoq::{Error, Result};
+
+/// Arguments of the command.
+#[derive(clap::Args)]
+pub struct Arguments {
+    /// Folder of the socket [default: $TURBOMOQ_FOLDER, else turbomoq in $XDG_RUNTIME_DIR, else /tmp/turbomoq-UID]
+    #[arg(long)]
+    folder: Option<PathBuf>,
+    /// Bytes of all caches in memory, for example 8GiB
+    #[arg(long)]
+    budget: Size,
+    /// Bytes of the caches of one type of agents, for example coding=2GiB
+    #[arg(long, value_name = "TYPE=BYTES")]
+    quota: Vec<String>,
+    /// Folder for caches that have to leave the memory; without it they are lost
+    #[arg(long)]
+    spill: Option<PathBuf>,
+    /// How caches are packed if a client does not say
+    #[arg(long, default_value = "best")]
+    recipe: String,
+    /// Caches packed or unpacked at a time [default: 2]
+    #[arg(long, default_value_t = 2)]
+    jobs: usize,
+}
+
+/// Runs the command.
+pub fn run(arguments: &Arguments) -> Result<()> {
+    let quota = |text: &String| -> Result<(String, usize)> {
+        let (kind, size) = text.split_once('=').ok_or_else(|| Error::Parse {
+            what: "quota",
+            text: text.clone(),
+            reason: "expected TYPE=BYTES".into(),
+        })?;
+        Ok((kind.into(), size.parse::<Size>()?.0))
+    };
+    let options = Options {
+        folder: arguments.folder.clone().unwrap_or_else(default_folder),
+        budget: arguments.budget.0,
+        quotas: arguments.quota.iter().map(quota).collect::<Result<BTreeMap<_, _>>>()?,
+        spill: arguments.spill.clone(),
+        recipe: arguments.recipe.parse()?,
+        jobs: arguments.jobs,
+    };
+    let folder = options.folder.clone();
+    let io = |source| Error::Io { path: folder.clone(), source };
+    // Signals wait from here on, so none can come between the start and the loop.
+    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT]).map_err(io)?;
+    let server = Server::start(options)?;
+    let on_disk = server.pool().stats().on_disk;
+    println!(
+        "serving {} in {}, {on_disk} agents on the disk",
+        folder.display(),
+        bytes(arguments.budget.0 as u64)
+    );
+    let handle = signals.handle();
+    std::thread::scope(|scope| {
+        scope.spawn(|| signals.forever().take(1).for_each(|_| server.stop()));
+        let outcome = server.run();
+        handle.close();
+        outcome
+    })
+}

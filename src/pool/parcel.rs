@@ -1,0 +1,154 @@
+//! A cache taken apart for the pool: its packed tokens in blocks that other caches may share, and all the rest.
+//!
+//! A block holds 128 packed tokens of one side of one layer and is never written to; equal blocks are kept once. Caches with a common
+//! prefix have equal blocks there, because a codec is a pure function of its spec and the frame comes from the first block.
+
+use crate::codec::Codec;
+use crate::codes::{Codes, Frame};
+use crate::compressor::{BLOCK, CompressedCache};
+use crate::error::Result;
+use crate::tensor::Tensor;
+use rayon::prelude::*;
+use std::hash::{DefaultHasher, Hasher};
+use std::sync::Arc;
+
+/// Bytes of memory that a block costs beside its codes: the block itself, two reference counts a buffer and its place in the pool.
+const BLOCK_OVERHEAD: usize =
+    size_of::<Block>() + 3 * 2 * size_of::<usize>() + size_of::<(u64, usize, usize)>();
+
+/// A cache that a pool can hold.
+pub trait Pooled: Clone + Send + Sync {
+    /// Packed tokens of every layer and side, always in the same order.
+    fn bodies(&mut self) -> Vec<&mut Option<Codes<Tensor>>>;
+
+    /// Bytes of every buffer, packed tokens included where they are in place.
+    fn nbytes(&self) -> usize;
+}
+
+impl Pooled for CompressedCache<Tensor> {
+    fn bodies(&mut self) -> Vec<&mut Option<Codes<Tensor>>> {
+        self.layers.iter_mut().flat_map(|l| [&mut l.key.body, &mut l.value.body]).collect()
+    }
+
+    fn nbytes(&self) -> usize {
+        self.layers.iter().map(|l| l.key.nbytes() + l.value.nbytes()).sum()
+    }
+}
+
+/// Packed tokens that nobody writes to.
+#[derive(Debug)]
+pub(super) struct Block {
+    words: Tensor,
+    scales: Tensor,
+    hash: u64,
+}
+
+impl Block {
+    fn new(codes: &Codes<Tensor>) -> Block {
+        let (words, scales) = (codes.words().compact(), codes.scales().compact());
+        let mut hasher = DefaultHasher::new();
+        for part in [&words, &scales] {
+            hasher.write(&part.row_major_bytes());
+        }
+        Block { words, scales, hash: hasher.finish() }
+    }
+
+    /// Equal blocks have equal hashes.
+    pub(super) fn hash(&self) -> u64 {
+        self.hash
+    }
+
+    pub(super) fn nbytes(&self) -> usize {
+        self.words.nbytes() + self.scales.nbytes() + BLOCK_OVERHEAD
+    }
+
+    pub(super) fn same(&self, other: &Block) -> bool {
+        self.hash == other.hash && self.words == other.words && self.scales == other.scales
+    }
+}
+
+/// The packed tokens of one side of one layer.
+#[derive(Clone, Debug)]
+struct Body {
+    codec: Arc<Codec>,
+    frame: Frame<Tensor>,
+    blocks: Vec<Arc<Block>>,
+}
+
+impl Body {
+    fn split(codes: Codes<Tensor>) -> Result<Body> {
+        let tokens = codes.shape()[2];
+        let cut = |start: usize| Ok(Arc::new(Block::new(&codes.slice(start, (start + BLOCK).min(tokens))?)));
+        // A side without tokens is one empty block, so that its buffers keep their shape.
+        let blocks = (0..tokens.max(1)).step_by(BLOCK).map(cut).collect::<Result<_>>()?;
+        Ok(Body { codec: codes.codec().clone(), frame: codes.frame().clone(), blocks })
+    }
+
+    fn join(&self) -> Result<Codes<Tensor>> {
+        let gather = |f: fn(&Block) -> &Tensor| match &self.blocks[..] {
+            [one] => Ok(f(one).clone()),
+            blocks => Tensor::concat(2, &blocks.iter().map(|b| f(b).clone()).collect::<Vec<_>>()),
+        };
+        Codes::new(self.codec.clone(), self.frame.clone(), gather(|b| &b.words)?, gather(|b| &b.scales)?)
+    }
+
+    /// Bytes beside the blocks.
+    fn nbytes(&self) -> usize {
+        let levels = self.codec.fitted().map_or(0, |levels| 4 * levels.len());
+        self.frame.nbytes() + levels + size_of::<Body>() + self.blocks.len() * size_of::<Arc<Block>>()
+    }
+}
+
+/// A cache in blocks. Cheap to clone: a clone shares all buffers.
+#[derive(Clone, Debug)]
+pub(super) struct Parcel<C> {
+    rest: C,
+    bodies: Vec<Option<Body>>,
+    own: usize,
+}
+
+impl<C: Pooled> Parcel<C> {
+    /// Takes a cache apart; blocks get buffers of their own.
+    pub(super) fn split(mut cache: C) -> Result<Parcel<C>> {
+        let bodies: Vec<_> = cache.bodies().into_iter().map(Option::take).collect();
+        let bodies: Vec<Option<Body>> =
+            bodies.into_par_iter().map(|b| b.map(Body::split).transpose()).collect::<Result<_>>()?;
+        let own = cache.nbytes() + size_of::<C>() + bodies.iter().flatten().map(Body::nbytes).sum::<usize>();
+        Ok(Parcel { rest: cache, bodies, own })
+    }
+
+    /// The cache, bit for bit as it was.
+    pub(super) fn join(&self) -> Result<C> {
+        let mut cache = self.rest.clone();
+        let bodies: Vec<Option<Codes<Tensor>>> =
+            self.bodies.par_iter().map(|b| b.as_ref().map(Body::join).transpose()).collect::<Result<_>>()?;
+        cache.bodies().into_iter().zip(bodies).for_each(|(place, body)| *place = body);
+        Ok(cache)
+    }
+}
+
+impl<C> Parcel<C> {
+    pub(super) fn blocks(&self) -> impl Iterator<Item = &Arc<Block>> {
+        self.bodies.iter().flatten().flat_map(|b| &b.blocks)
+    }
+
+    /// Bytes that no other cache can share: exact tokens, tables, what is not packed, and the bookkeeping.
+    pub(super) fn own(&self) -> usize {
+        self.own
+    }
+
+    /// Bytes of a pool that holds nothing else.
+    pub(super) fn alone(&self) -> usize {
+        self.own + self.blocks().map(|b| b.nbytes()).sum::<usize>()
+    }
+
+    /// Takes other blocks for equal ones of its own. `known` gives candidates a block.
+    pub(super) fn adopt(&mut self, mut known: Vec<Vec<Arc<Block>>>) {
+        let mut known = known.drain(..);
+        for block in self.bodies.iter_mut().flatten().flat_map(|b| &mut b.blocks) {
+            if let Some(same) = known.next().and_then(|list| list.into_iter().find(|k| k.same(block))) {
+                *block = same;
+            }
+        }
+    }
+}

@@ -1,0 +1,283 @@
+//! What a pool holds, under its lock: the agents, the blocks with their users, and the bytes of both.
+//!
+//! `used` is the sum of what every cache in memory has for itself and of every block once. Nothing here waits or touches a disk.
+
+use super::parcel::{Block, Parcel};
+use super::{Agent, Outcome, Place, Stats};
+use crate::error::{Error, Result};
+use crate::policy::eviction::{Need, Resident, Shortfall, evict};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Arc;
+
+/// An agent and where its cache is.
+#[derive(Debug)]
+pub(super) struct Slot<C> {
+    pub(super) kind: String,
+    pub(super) priority: f32,
+    pub(super) pinned: bool,
+    pub(super) last_used: u64,
+    /// Set anew with every cache that is stored.
+    pub(super) version: u64,
+    /// The cache in memory.
+    pub(super) parcel: Option<Arc<Parcel<C>>>,
+    /// Bytes of the cache on the disk.
+    pub(super) saved: Option<u64>,
+    /// Version of the cache that someone is writing to the disk.
+    pub(super) saving: Option<u64>,
+    /// Whether a cache was stored and lost again.
+    pub(super) evicted: bool,
+}
+
+/// A block in memory and the number of places in caches that hold it.
+#[derive(Debug)]
+struct Shared {
+    block: Arc<Block>,
+    users: usize,
+}
+
+/// Everything under the lock.
+#[derive(Debug)]
+pub(super) struct Table<C> {
+    pub(super) budget: usize,
+    pub(super) quotas: BTreeMap<String, usize>,
+    pub(super) slots: BTreeMap<String, Slot<C>>,
+    pub(super) stats: Stats,
+    shared: HashMap<u64, Vec<Shared>>,
+    used: usize,
+    clock: u64,
+}
+
+/// A cache on its way in, or only a budget to be met.
+pub(super) struct Request<'a, C> {
+    pub(super) incoming: Option<(&'a str, &'a Arc<Parcel<C>>)>,
+    pub(super) budget: usize,
+    /// Whether what leaves goes to the disk.
+    pub(super) spills: bool,
+    /// Whether caches may leave at all.
+    pub(super) evicts: bool,
+}
+
+impl<C> Table<C> {
+    pub(super) fn new(budget: usize) -> Table<C> {
+        Table {
+            budget,
+            quotas: BTreeMap::new(),
+            slots: BTreeMap::new(),
+            stats: Stats::default(),
+            shared: HashMap::new(),
+            used: 0,
+            clock: 0,
+        }
+    }
+
+    pub(super) fn tick(&mut self) -> u64 {
+        self.clock += 1;
+        self.clock
+    }
+
+    /// The clock goes on behind the versions that lie on the disk.
+    pub(super) fn advance(&mut self, version: u64) {
+        self.clock = self.clock.max(version);
+    }
+
+    pub(super) fn slot(&mut self, id: &str) -> Result<&mut Slot<C>> {
+        let none = || Error::NotHeld { id: id.into(), reason: "not allocated" };
+        self.slots.get_mut(id).ok_or_else(none)
+    }
+
+    /// Blocks in memory that have the hashes of a cache's blocks, for each of them.
+    pub(super) fn candidates(&self, parcel: &Parcel<C>) -> Vec<Vec<Arc<Block>>> {
+        let of = |b: &Arc<Block>| {
+            self.shared.get(&b.hash()).map_or(vec![], |l| l.iter().map(|s| s.block.clone()).collect())
+        };
+        parcel.blocks().map(of).collect()
+    }
+
+    fn users(&self, block: &Arc<Block>) -> usize {
+        let list = self.shared.get(&block.hash());
+        list.and_then(|l| l.iter().find(|s| Arc::ptr_eq(&s.block, block))).map_or(0, |s| s.users)
+    }
+
+    fn add(&mut self, parcel: &Parcel<C>) {
+        self.used += parcel.own();
+        for block in parcel.blocks() {
+            let list = self.shared.entry(block.hash()).or_default();
+            match list.iter_mut().find(|s| Arc::ptr_eq(&s.block, block)) {
+                Some(shared) => shared.users += 1,
+                None => {
+                    list.push(Shared { block: block.clone(), users: 1 });
+                    self.used += block.nbytes();
+                }
+            }
+        }
+    }
+
+    fn remove(&mut self, parcel: &Parcel<C>) {
+        self.used -= parcel.own();
+        for block in parcel.blocks() {
+            let Some(list) = self.shared.get_mut(&block.hash()) else { continue };
+            let Some(i) = list.iter().position(|s| Arc::ptr_eq(&s.block, block)) else { continue };
+            list[i].users -= 1;
+            if list[i].users == 0 {
+                list.swap_remove(i);
+                self.used -= block.nbytes();
+            }
+            if list.is_empty() {
+                self.shared.remove(&block.hash());
+            }
+        }
+    }
+
+    /// Takes the cache of an agent out of memory.
+    pub(super) fn release(&mut self, id: &str) {
+        if let Some(parcel) = self.slots.get_mut(id).and_then(|s| s.parcel.take()) {
+            self.remove(&parcel);
+        }
+    }
+
+    /// Lets a cache in, or says what must happen before. On an error nothing has changed.
+    pub(super) fn place(&mut self, request: &Request<C>) -> Result<Place> {
+        let (id, parcel) = request.incoming.unzip();
+        let (kind, old) = match id {
+            Some(id) => {
+                let slot = self.slot(id)?;
+                (Some(slot.kind.clone()), slot.parcel.clone())
+            }
+            None => (None, None),
+        };
+        // What the blocks in question would be used by, step by step.
+        let mut users: HashMap<*const Block, usize> = HashMap::new();
+        let mut added = parcel.map_or(0, |p| p.own());
+        for block in parcel.iter().flat_map(|p| p.blocks()) {
+            let n = users.entry(Arc::as_ptr(block)).or_insert_with(|| self.users(block));
+            added += if *n == 0 { block.nbytes() } else { 0 };
+            *n += 1;
+        }
+        let mut frees = |parcel: &Parcel<C>| {
+            let mut freed = parcel.own();
+            for block in parcel.blocks() {
+                let n = users.entry(Arc::as_ptr(block)).or_insert_with(|| self.users(block));
+                *n -= 1;
+                freed += if *n == 0 { block.nbytes() } else { 0 };
+            }
+            freed
+        };
+        let replaced = old.as_deref().map_or(0, &mut frees);
+        let (mut names, mut facts) = (vec![], vec![]);
+        let in_quota = |slot: &Slot<C>| kind.as_ref() == Some(&slot.kind);
+        for (name, slot) in self.slots.iter().filter(|(name, _)| Some(name.as_str()) != id) {
+            let Some(parcel) = &slot.parcel else { continue };
+            names.push((name, slot));
+            facts.push(Resident {
+                priority: slot.priority,
+                last_used: slot.last_used,
+                pinned: slot.pinned || slot.saving.is_some() || !request.evicts,
+                in_quota: in_quota(slot),
+                charge: parcel.alone(),
+            });
+        }
+        let charge = parcel.map_or(0, |p| p.alone());
+        let charged = charge + facts.iter().filter(|f| f.in_quota).map(|f| f.charge).sum::<usize>();
+        let quota = kind.as_ref().and_then(|kind| self.quotas.get(kind));
+        let need = Need {
+            quota: quota.map_or(0, |quota| charged.saturating_sub(*quota)),
+            budget: (self.used + added).saturating_sub(request.budget.saturating_add(replaced)),
+        };
+        let leaving = evict(&facts, need, |i| names[i].1.parcel.as_deref().map_or(0, &mut frees));
+        let leaving = match leaving {
+            Ok(leaving) => leaving,
+            Err(_) if request.evicts && names.iter().any(|(_, slot)| slot.saving.is_some()) => {
+                return Ok(Place::Wait);
+            }
+            Err(shortfall) => {
+                let free = |limit: usize, held: usize, freed: usize| limit.saturating_sub(held - freed);
+                let id = id.unwrap_or("budget").to_string();
+                return Err(match shortfall {
+                    Shortfall::Quota(freed) => {
+                        let bytes = quota.copied().unwrap_or(0);
+                        let limit = format!("quota of type {:?}", kind.unwrap_or_default());
+                        let free = free(bytes, charged - charge, freed);
+                        Error::OverBudget { id, needed: charge, limit, bytes, free }
+                    }
+                    Shortfall::Budget(freed) => {
+                        let (bytes, limit) = (request.budget, "budget".into());
+                        let free = free(bytes, self.used, freed + replaced);
+                        Error::OverBudget { id, needed: added, limit, bytes, free }
+                    }
+                });
+            }
+        };
+        let mut unsaved = vec![];
+        if request.spills {
+            unsaved
+                .extend(leaving.iter().filter(|&&i| names[i].1.saved.is_none()).map(|&i| names[i].0.clone()));
+        }
+        if !unsaved.is_empty() {
+            return Ok(Place::Save(unsaved));
+        }
+        let leaving: Vec<String> = leaving.into_iter().map(|i| names[i].0.clone()).collect();
+        Ok(Place::Done(self.commit(request, leaving, added)))
+    }
+
+    fn commit(&mut self, request: &Request<C>, leaving: Vec<String>, added: usize) -> Outcome {
+        let mut outcome = Outcome { added, ..Outcome::default() };
+        for name in leaving {
+            self.release(&name);
+            let Some(slot) = self.slots.get_mut(&name) else { continue };
+            slot.evicted = slot.saved.is_none();
+            let list = if slot.evicted { &mut outcome.evicted } else { &mut outcome.spilled };
+            list.push(name);
+        }
+        self.stats.evictions += outcome.evicted.len() as u64;
+        self.stats.spills += outcome.spilled.len() as u64;
+        if let Some((id, parcel)) = request.incoming {
+            self.add(parcel);
+            self.release(id);
+            outcome.bytes = parcel.alone();
+            let now = self.tick();
+            if let Some(slot) = self.slots.get_mut(id) {
+                slot.parcel = Some(parcel.clone());
+                slot.last_used = now;
+                slot.evicted = false;
+            }
+        }
+        outcome
+    }
+
+    /// Figures of the whole pool.
+    pub(super) fn stats(&self) -> Stats {
+        let held = self.slots.values();
+        let in_memory = || held.clone().filter(|s| s.parcel.is_some());
+        let alone: usize = in_memory().filter_map(|s| s.parcel.as_ref()).map(|p| p.alone()).sum();
+        Stats {
+            budget: self.budget,
+            used: self.used,
+            saved_by_sharing: alone - self.used,
+            agents: self.slots.len(),
+            in_memory: in_memory().count(),
+            on_disk: held.clone().filter(|s| s.saved.is_some()).count(),
+            disk_bytes: held.clone().filter_map(|s| s.saved).sum(),
+            ..self.stats
+        }
+    }
+
+    /// Figures of every agent.
+    pub(super) fn agents(&self) -> Vec<Agent> {
+        let shared = |p: &Parcel<C>| -> usize {
+            let blocks: BTreeSet<_> =
+                p.blocks().filter(|b| self.users(b) > 1).map(|b| (Arc::as_ptr(b), b.nbytes())).collect();
+            blocks.into_iter().map(|(_, bytes)| bytes).sum()
+        };
+        let agent = |(id, slot): (&String, &Slot<C>)| Agent {
+            id: id.clone(),
+            kind: slot.kind.clone(),
+            priority: slot.priority,
+            pinned: slot.pinned,
+            bytes: slot.parcel.as_ref().map(|p| p.alone()),
+            shared_bytes: slot.parcel.as_ref().map_or(0, |p| shared(p)),
+            disk_bytes: slot.saved,
+            idle: self.clock - slot.last_used,
+        };
+        self.slots.iter().map(agent).collect()
+    }
+}

@@ -1,0 +1,165 @@
+//! One client: who it is, its requests one after another, and its files.
+
+use super::folder::ClientFolder;
+use super::protocol::{Reply, Request, VERSION};
+use super::{CLIENTS, Server};
+use crate::archive::Archive;
+use crate::compressor::Compressor;
+use crate::error::{Error, Result};
+use crate::prompt_cache::PromptCache;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+/// Longest line of a request.
+const LINE: u64 = 1 << 16;
+/// A client that does not read its replies for so long is gone.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// Serves a client until it leaves.
+pub(super) fn serve(server: &Server, stream: UnixStream, number: u64, full: bool) {
+    // Errors of the connection itself end it, and nobody is left to hear of them.
+    drop(talk(server, stream, number, full));
+}
+
+fn talk(server: &Server, stream: UnixStream, number: u64, full: bool) -> std::io::Result<()> {
+    stream.set_write_timeout(Some(PATIENCE))?;
+    let refuse = |error: Error| send(&stream, &refusal(&error));
+    let owner = nix::unistd::geteuid().as_raw();
+    match peer(&stream) {
+        Ok(user) if user == owner => {}
+        Ok(user) => {
+            let reason = format!("the server is for user {owner}");
+            return refuse(Error::Unsupported { field: "user", value: user.to_string(), reason });
+        }
+        Err(source) => return refuse(Error::Io { path: server.folders.socket.clone(), source }),
+    }
+    if full {
+        let reason = format!("{CLIENTS} at a time");
+        return refuse(Error::Unsupported { field: "clients", value: (CLIENTS + 1).to_string(), reason });
+    }
+    let mut folder = match server.folders.client(number) {
+        Ok(folder) => folder,
+        Err(error) => return refuse(error),
+    };
+    let hello = Reply::Hello { version: VERSION, server: std::process::id(), folder: folder.path.clone() };
+    send(&stream, &hello)?;
+    let mut reader = BufReader::new(&stream);
+    loop {
+        let mut line = vec![];
+        (&mut reader).take(LINE).read_until(b'\n', &mut line)?;
+        if line.last() != Some(&b'\n') {
+            if line.len() as u64 == LINE {
+                let (value, reason) = (line.len().to_string(), format!("less than {LINE}"));
+                return refuse(Error::Unsupported { field: "bytes of a request", value, reason });
+            }
+            return Ok(());
+        }
+        let request = serde_json::from_slice(&line).map_err(|e| Error::Parse {
+            what: "request",
+            text: String::from_utf8_lossy(&line).trim().chars().take(80).collect(),
+            reason: e.to_string(),
+        });
+        let stops = matches!(request, Ok(Request::Shutdown));
+        let reply = request.and_then(|request| answer(server, &mut folder, request));
+        send(&stream, &reply.unwrap_or_else(|e| refusal(&e)))?;
+        if stops {
+            server.stop();
+        }
+    }
+}
+
+fn send(mut out: &UnixStream, reply: &Reply) -> std::io::Result<()> {
+    let mut line = serde_json::to_vec(reply)?;
+    line.push(b'\n');
+    out.write_all(&line)
+}
+
+fn refusal(error: &Error) -> Reply {
+    Reply::Error { code: error.code().into(), message: error.to_string() }
+}
+
+/// The user at the other end.
+fn peer(stream: &UnixStream) -> std::io::Result<u32> {
+    #[cfg(any(target_os = "linux", target_os = "android"))]
+    let user = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?.uid();
+    #[cfg(not(any(target_os = "linux", target_os = "android")))]
+    let user = nix::unistd::getpeereid(stream)?.0.as_raw();
+    Ok(user)
+}
+
+fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Result<Reply> {
+    let pool = &server.pool;
+    match request {
+        Request::Ping | Request::Shutdown => {}
+        Request::Park { id, segment, kind, priority, recipe } => {
+            let path = folder.segment(&segment)?;
+            let parked = park(server, &path, &id, &kind, priority, recipe.as_deref());
+            // The client may have removed it, and its folder goes anyway.
+            drop(std::fs::remove_file(&path));
+            return parked;
+        }
+        Request::Resume { id, layout } => return resume(server, folder, &id, layout.as_deref()),
+        Request::Fork { from, to } => {
+            let first = pool.agents().into_iter().find(|a| a.id == from);
+            if let Some(first) = first.filter(|_| pool.agents().iter().all(|a| a.id != to)) {
+                pool.allocate(&to, &first.kind, first.priority)?;
+            }
+            pool.fork(&from, &to)?;
+        }
+        Request::Pin { id } => pool.pin(&id)?,
+        Request::Unpin { id } => pool.unpin(&id)?,
+        Request::Spill { id } => pool.spill(&id)?,
+        Request::Drop { id } => pool.remove(&id)?,
+        Request::Stats => {
+            let recipe = server.recipe.to_string();
+            return Ok(Reply::Stats { recipe, pool: pool.stats(), agents: pool.agents() });
+        }
+    }
+    Ok(Reply::Done)
+}
+
+fn park(
+    server: &Server,
+    path: &std::path::Path,
+    id: &str,
+    kind: &str,
+    priority: f32,
+    recipe: Option<&str>,
+) -> Result<Reply> {
+    let recipe = match recipe {
+        Some(text) => text.parse()?,
+        None => server.recipe.clone(),
+    };
+    let archive = server.gate.run(|| -> Result<Archive> {
+        let cache = PromptCache::read(path)?;
+        // An agent that comes back keeps the codes of what it was given.
+        let before = server.pool.get(id).ok();
+        Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())
+    })?;
+    let stats = archive.stats();
+    let known = server.pool.agents().iter().any(|a| a.id == id);
+    server.pool.allocate(id, kind, priority)?;
+    let stored = server.pool.store(id, archive);
+    if stored.is_err() && !known {
+        // A refused agent leaves no trace.
+        server.pool.remove(id)?;
+    }
+    let bits = [stats.avg_k_bits, stats.avg_v_bits];
+    Ok(Reply::Parked { outcome: stored?, fp16_bytes: stats.fp16_bytes, bits })
+}
+
+fn resume(server: &Server, folder: &mut ClientFolder, id: &str, layout: Option<&str>) -> Result<Reply> {
+    let layout = layout.map(str::parse).transpose()?;
+    let segment = folder.fresh();
+    let path = folder.path.join(&segment);
+    let bytes = server.gate.run(|| -> Result<u64> {
+        let archive = server.pool.get(id)?;
+        let cache = archive.restore(&Compressor::new(archive.recipe.clone()), || ())?;
+        cache.write(&path, layout.unwrap_or(cache.layout))
+    })?;
+    let private = std::fs::Permissions::from_mode(0o600);
+    std::fs::set_permissions(&path, private).map_err(|source| Error::Io { path, source })?;
+    Ok(Reply::Resumed { segment, bytes })
+}

@@ -1,0 +1,209 @@
+//! The C API: the header is what the code says, the sample in C gives what the Rust engine gives, and bad calls end in a status.
+
+use std::ffi::CStr;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+use std::ptr::{null, null_mut};
+use turbomoq::Tensor;
+use turbomoq::attention::Rules;
+use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cpu::Cpu;
+use turbomoq::ffi::*;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+#[test]
+fn header_is_what_the_code_says() {
+    run(Command::new("python3").arg(root().join("mlx/capi/header.py")).arg("--check"));
+}
+
+/// Builds the libraries beside this test and the sample with them; gives the sample linked to the static and to the shared one.
+#[cfg(unix)]
+fn samples(out: &Path) -> [PathBuf; 2] {
+    let exe = std::env::current_exe().unwrap();
+    let target = exe.ancestors().nth(3).unwrap();
+    let build = ["build", "--release", "-p", "turbomoq-c", "--target-dir"];
+    run(Command::new(env!("CARGO")).current_dir(root()).args(build).arg(target));
+    let built = target.join("release");
+    let shared = if cfg!(target_os = "macos") { "libturbomoq_c.dylib" } else { "libturbomoq_c.so" };
+    ["libturbomoq_c.a", shared].map(|library| {
+        let sample = out.join(library);
+        let mut cc = Command::new("cc");
+        cc.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I"])
+            .arg(root().join("mlx/include"));
+        cc.arg(root().join("examples/c/llama_kv.c")).arg(built.join(library)).arg("-o").arg(&sample);
+        cc.arg(format!("-Wl,-rpath,{}", built.display()));
+        run(cc.args(["-lm", "-lpthread", "-ldl"]));
+        sample
+    })
+}
+
+fn run(command: &mut Command) -> Output {
+    let output = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(output.status.success(), "{command:?}\n{}{}", text(&output.stdout), text(&output.stderr));
+    output
+}
+
+/// What the sample prints, from the Rust engine.
+fn expected() -> Vec<f32> {
+    let mut state = 1u32;
+    let mut rows = |tokens: usize, heads: usize| {
+        let data: Vec<f32> = (0..tokens * heads * 64)
+            .map(|_| {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                (state >> 8) as f32 / 8_388_608.0 - 1.0
+            })
+            .collect();
+        Tensor::new(&[1, tokens, heads, 64], data).unwrap().permute(&[0, 2, 1, 3]).unwrap()
+    };
+    let recipe = "best@3,sinks=4,window=128".parse().unwrap();
+    let mut cache = LayerCache::new(Cpu, &recipe, 0, LayerShape { key_dim: 64, value_dim: 64 }).unwrap();
+    let mut out = vec![];
+    for step in 0..3 {
+        let tokens = if step == 0 { 700 } else { 1 };
+        let (k, v, q) = (rows(tokens, 4), rows(tokens, 4), rows(1, 8));
+        cache.append(&k, &v).unwrap();
+        out.extend(cache.attend(&q, &Rules::causal(0.125)).unwrap().to_f32().unwrap());
+    }
+    out
+}
+
+/// A number as `%a` prints it.
+fn hex_float(text: &str) -> f64 {
+    let (sign, rest) = text.strip_prefix('-').map_or((1.0, text), |rest| (-1.0, rest));
+    let (digits, exponent) = rest.strip_prefix("0x").unwrap().split_once('p').unwrap();
+    let (whole, part) = digits.split_once('.').unwrap_or((digits, ""));
+    let mantissa = u64::from_str_radix(&format!("{whole}{part}"), 16).unwrap() as f64;
+    sign * mantissa * 2f64.powi(exponent.parse::<i32>().unwrap() - 4 * part.len() as i32)
+}
+
+#[cfg(unix)]
+#[test]
+fn the_sample_gives_what_the_engine_gives() {
+    let folder = tempfile::tempdir().unwrap();
+    let samples = samples(folder.path());
+    for sample in &samples {
+        let output = run(&mut Command::new(sample));
+        let text = String::from_utf8(output.stdout).unwrap();
+        let got: Vec<f32> = text.lines().map(|line| hex_float(line) as f32).collect();
+        assert_eq!(got, expected());
+    }
+    let valgrind = ["--quiet", "--error-exitcode=9", "--leak-check=full", "--errors-for-leak-kinds=definite"];
+    match Command::new("valgrind").arg("--version").output() {
+        Ok(_) => {
+            // One worker: valgrind runs one thread at a time anyway.
+            let mut checked = Command::new("valgrind");
+            run(checked.env("RAYON_NUM_THREADS", "1").args(valgrind).arg(&samples[0]));
+        }
+        Err(_) => eprintln!("NOT RUN: the sample under valgrind, which is not installed"),
+    }
+}
+
+fn last() -> String {
+    // SAFETY: the library's own text of this thread.
+    unsafe { CStr::from_ptr(tmq_last_error()) }.to_str().unwrap().into()
+}
+
+#[test]
+fn bad_calls_end_in_a_status() {
+    use tmq_status::*;
+    let data = [0.5f32; 4 * 64];
+    let good = tmq_rows {
+        struct_size: size_of::<tmq_rows>(),
+        data: data.as_ptr().cast(),
+        dtype: TMQ_F32,
+        heads: 2,
+        tokens: 2,
+        head_dim: 64,
+        token_stride: 128,
+        head_stride: 64,
+    };
+    let nan = [f32::NAN; 4 * 64];
+    // SAFETY: every pointer is null or to something of this function that lives long enough.
+    unsafe {
+        let mut codec = null_mut();
+        for (spec, status) in [
+            (c"d128:b0:lloyd", TMQ_UNSUPPORTED),
+            (c"d0:b4:lloyd", TMQ_UNSUPPORTED),
+            (c"d64:b9:lloyd", TMQ_UNSUPPORTED),
+            (c"", TMQ_PARSE),
+            (c"\xff", TMQ_PARSE),
+        ] {
+            let got = tmq_codec_new(spec.as_ptr(), &mut codec);
+            assert!(got == status || got == TMQ_PARSE, "{spec:?}: {got:?} {}", last());
+            assert!(codec.is_null() && !last().is_empty());
+        }
+        assert_eq!(
+            tmq_codec_of_recipe(c"uniform@16/4".as_ptr(), TMQ_KEY, 0, 64, &mut codec),
+            TMQ_UNSUPPORTED
+        );
+        assert_eq!(tmq_codec_of_recipe(c"uniform@4".as_ptr(), 7, 0, 64, &mut codec), TMQ_UNSUPPORTED);
+        assert_eq!(tmq_codec_of_recipe(c"uniform@4".as_ptr(), TMQ_KEY, 0, 64, null_mut()), TMQ_NULL_POINTER);
+        assert_eq!(tmq_codec_of_recipe(c"uniform@4".as_ptr(), TMQ_KEY, 0, 64, &mut codec), TMQ_OK);
+
+        let mut codes = null_mut();
+        let bad = [
+            (tmq_rows { struct_size: 8, ..good }, TMQ_STRUCT_SIZE),
+            (tmq_rows { data: null(), ..good }, TMQ_NULL_POINTER),
+            (tmq_rows { data: good.data.byte_add(1), ..good }, TMQ_SHAPE),
+            (tmq_rows { dtype: 3, ..good }, TMQ_UNSUPPORTED),
+            (tmq_rows { heads: 0, ..good }, TMQ_SHAPE),
+            (tmq_rows { head_dim: 32, ..good }, TMQ_SHAPE),
+            (tmq_rows { tokens: usize::MAX, ..good }, TMQ_SHAPE),
+            (tmq_rows { token_stride: usize::MAX, ..good }, TMQ_SHAPE),
+            (tmq_rows { head_dim: 1 << 62, ..good }, TMQ_SHAPE),
+            (tmq_rows { data: nan.as_ptr().cast(), ..good }, TMQ_NON_FINITE),
+        ];
+        for (rows, status) in &bad {
+            assert_eq!(tmq_encode(codec, rows, 0, &mut codes), *status, "{rows:?}: {}", last());
+            assert!(codes.is_null());
+        }
+        assert_eq!(tmq_encode(codec, null(), 0, &mut codes), TMQ_NULL_POINTER);
+        assert_eq!(tmq_encode(null(), &good, 0, &mut codes), TMQ_NULL_POINTER);
+        assert_eq!(tmq_encode(codec, &good, 0, &mut codes), TMQ_OK);
+        tmq_codec_free(codec);
+
+        // One float fewer than there are: an error, and nothing past the end is written.
+        let mut out = [7f32; 4 * 64 + 1];
+        assert_eq!(tmq_decode(codes, out.as_mut_ptr(), 4 * 64 - 1), TMQ_SHAPE);
+        assert!(out.iter().all(|x| *x == 7.0), "{}", last());
+        assert_eq!(tmq_decode(codes, out.as_mut_ptr(), 4 * 64), TMQ_OK);
+        assert!(out[..256].iter().all(|x| (x - 0.5).abs() < 0.05) && out[256] == 7.0);
+        assert_eq!(
+            tmq_scores(
+                codes,
+                &tmq_rows { heads: 3, token_stride: 0, tokens: 1, ..good },
+                out.as_mut_ptr(),
+                6
+            ),
+            TMQ_SHAPE
+        );
+        tmq_codes_free(codes);
+        tmq_codes_free(null_mut());
+
+        let mut cache = null_mut();
+        assert_eq!(tmq_cache_new(c"best@4".as_ptr(), 0, 7, 64, &mut cache), TMQ_UNSUPPORTED);
+        assert_eq!(tmq_cache_new(c"best@4".as_ptr(), 0, 64, 64, &mut cache), TMQ_OK);
+        assert_eq!(
+            tmq_cache_attend(cache, &good, 0.125, out.as_mut_ptr(), 256),
+            TMQ_SHAPE,
+            "nothing to attend to"
+        );
+        assert_eq!(tmq_cache_append(cache, &good, &tmq_rows { heads: 1, ..good }), TMQ_SHAPE);
+        assert_eq!(tmq_cache_append(cache, &good, &good), TMQ_OK);
+        assert_eq!(tmq_cache_attend(cache, &good, f32::NAN, out.as_mut_ptr(), 256), TMQ_NON_FINITE);
+        let mut info =
+            tmq_cache_info { struct_size: size_of::<tmq_cache_info>(), tokens: 0, offset: 0, bytes: 0 };
+        assert_eq!(tmq_cache_get_info(cache, &mut info), TMQ_OK);
+        assert_eq!((info.tokens, info.offset), (2, 2));
+        assert_eq!(tmq_cache_trim(cache, 100, null_mut()), TMQ_OK);
+        tmq_cache_free(cache);
+    }
+    // Texts are kept for each thread.
+    let before = last();
+    let other = std::thread::spawn(last).join().unwrap();
+    assert!(other.is_empty() && !before.is_empty());
+}
