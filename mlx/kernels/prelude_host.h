@@ -17,11 +17,9 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <limits>
-#include <map>
-#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 typedef unsigned int uint;
@@ -114,8 +112,9 @@ struct Machine {
   Uint3 group_size, group_at, groups;
   std::vector<Fibre> fibres;
   std::vector<std::vector<char>> stacks;
-  std::map<std::string, Memory> shared;
-  std::function<void()> body;
+  std::vector<std::pair<const char*, Memory*>> shared;
+  void (*body)(void*) = nullptr;
+  void* context = nullptr;
   jmp_buf scheduler;
   int self = 0;
   // Counts barriers.
@@ -128,9 +127,18 @@ struct Machine {
 
   static void enter() {
     Machine& m = get();
-    m.body();
+    m.body(m.context);
     m.fibres[m.self].wait = Wait::done;
     _longjmp(m.scheduler, 1);
+  }
+
+  // The array of this name, made by the first thread that asks.
+  Memory* array(const char* name) {
+    for (const auto& known : shared) {
+      if (std::strcmp(known.first, name) == 0) return known.second;
+    }
+    shared.emplace_back(name, new Memory());
+    return shared.back().second;
   }
 
   // Gives the turn to the scheduler until what the thread waits for has come.
@@ -200,6 +208,7 @@ struct Machine {
     if (threads % width != 0 || threads > 1024) fail("a threadgroup of " + std::to_string(threads) + " threads");
     while (int(stacks.size()) < threads) stacks.emplace_back(64 << 10);
     fibres.assign(threads, Fibre());
+    for (const auto& array : shared) delete array.second;
     shared.clear();
     epoch = 0;
     for (;;) {
@@ -233,8 +242,10 @@ struct Machine {
   }
 
   // Runs `grid` threads in groups of `group`; as on the GPU the grid counts threads.
-  void run(Uint3 grid, Uint3 group, std::function<void()> kernel) {
-    body = std::move(kernel);
+  template <typename F>
+  void run(Uint3 grid, Uint3 group, F kernel) {
+    body = [](void* f) { (*static_cast<F*>(f))(); };
+    context = &kernel;
     group_size = group;
     if (grid.x % group.x != 0 || grid.y % group.y != 0 || grid.z % group.z != 0) fail("a grid that is no multiple of its threadgroup");
     groups = {grid.x / group.x, grid.y / group.y, grid.z / group.z};
@@ -284,7 +295,7 @@ struct Shared {
   const char* name;
   Memory* memory;
 
-  Shared(const char* name, size_t count) : name(name), memory(&Machine::get().shared[name]) {
+  Shared(const char* name, size_t count) : name(name), memory(Machine::get().array(name)) {
     if (memory->data.empty()) {
       memory->data.assign(count, 0xffbadbad);
       memory->writer.assign(count, -1);

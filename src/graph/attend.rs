@@ -1,6 +1,6 @@
 //! Attention as one MLX graph: scores of every part, one f32 softmax over all, weighted sums of every part.
 
-use super::Graph;
+use super::{Graph, fused};
 use super::stages::num;
 use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, shares, span};
 use crate::engine::Engine;
@@ -16,6 +16,10 @@ pub(super) fn attend(
     queries: &Array,
     rules: &Rules<Array>,
 ) -> Result<Array> {
+    let sizes = check(segments, &mlx_ops::shape(queries), rules)?;
+    if let Some(out) = fused::attend(graph, segments, queries, rules, sizes)? {
+        return Ok(out);
+    }
     let (weights, sizes) = weights(graph, segments, queries, rules)?;
     let [b, h, g, l] = [sizes.batch, sizes.heads, sizes.group, sizes.queries].map(|n| n as i32);
     let mut out: Option<Array> = None;
@@ -115,7 +119,7 @@ fn softmax(scores: &Array, sink_logits: Option<&Array>) -> Result<Array> {
 }
 
 /// Scores behind a boolean or additive mask; what is hidden stays hidden even where the score is NaN.
-fn masked(scores: Array, mask: &Array) -> Result<Array> {
+pub(super) fn masked(scores: Array, mask: &Array) -> Result<Array> {
     let hidden = num(f32::NEG_INFINITY);
     let lowest = match mask.dtype() {
         Dtype::Bool => return Ok(select(mask, scores, hidden)?),

@@ -140,7 +140,7 @@ fn function(source: &Source, body: &str, call: &Call) -> String {
 }
 
 /// The compiler and the checks that it knows; `None` where there is no compiler at all.
-fn compiler() -> Option<&'static (String, Vec<&'static str>)> {
+pub fn compiler() -> Option<&'static (String, Vec<&'static str>)> {
     static FOUND: OnceLock<Option<(String, Vec<&'static str>)>> = OnceLock::new();
     let found = FOUND.get_or_init(|| {
         let folder = tempfile::tempdir().expect("a temporary folder");
@@ -157,7 +157,7 @@ fn compiler() -> Option<&'static (String, Vec<&'static str>)> {
         let name = names.into_iter().find(|name| works(name, &[]))?.to_string();
         let mut flags = vec![];
         for flag in [
-            &["-fsanitize=undefined", "-fno-sanitize-recover=all"][..],
+            &["-fsanitize=bounds,shift,signed-integer-overflow", "-fno-sanitize-recover=all"][..],
             &["-ftrivial-auto-var-init=pattern"][..],
         ] {
             if works(&name, flag) {
@@ -200,7 +200,7 @@ impl Bench {
                 keys.push(call.key());
             }
         }
-        text += "std::map<std::string, Kernel> kernels() {\n  return {\n";
+        text += "std::vector<std::pair<std::string, Kernel>> kernels() {\n  return {\n";
         for key in &keys {
             let _ = writeln!(text, "      {{\"{key}\", &{key}}},");
         }
@@ -209,7 +209,8 @@ impl Bench {
         let path: PathBuf = folder.path().join("bench.cpp");
         std::fs::write(&path, text).expect("write");
         let mut command = Command::new(name);
-        command.args(["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]).args(flags);
+        // Without optimisation: the time goes into compiling many instances, not into running them.
+        command.args(["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]).args(flags);
         let built = command.arg(&path).arg("-o").arg(folder.path().join("bench")).output().expect("compiler");
         if !built.status.success() {
             let message = String::from_utf8_lossy(&built.stderr).into_owned();

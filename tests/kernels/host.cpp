@@ -1,7 +1,5 @@
 // Reads calls of kernels from the first file, runs them, and writes their outputs to the second. All numbers are little-endian.
 
-#include <fstream>
-
 struct Argument {
   uint32_t element = 0;
   std::vector<int64_t> strides;
@@ -34,25 +32,29 @@ struct Call {
 };
 
 typedef void (*Kernel)(Call&);
-std::map<std::string, Kernel> kernels();
+std::vector<std::pair<std::string, Kernel>> kernels();
+
+void take(FILE* file, void* to, size_t bytes) {
+  if (bytes > 0 && std::fread(to, bytes, 1, file) != 1) host::fail("the calls end early");
+}
 
 template <typename T>
-T take(std::ifstream& file) {
+T take(FILE* file) {
   T x;
-  file.read(reinterpret_cast<char*>(&x), sizeof x);
-  if (!file) host::fail("the calls end early");
+  take(file, &x, sizeof x);
   return x;
 }
 
 int main(int, char** arguments) {
-  std::ifstream file(arguments[1], std::ios::binary);
-  std::ofstream results(arguments[2], std::ios::binary);
-  const std::map<std::string, Kernel> known = kernels();
+  FILE* file = std::fopen(arguments[1], "rb");
+  FILE* results = std::fopen(arguments[2], "wb");
+  if (file == nullptr || results == nullptr) host::fail("a file cannot be opened");
+  const auto known = kernels();
   const uint32_t calls = take<uint32_t>(file);
   for (uint32_t n = 0; n < calls; ++n) {
     Call call;
     call.key.resize(take<uint32_t>(file));
-    file.read(&call.key[0], std::streamsize(call.key.size()));
+    take(file, &call.key[0], call.key.size());
     for (host::Uint3* size : {&call.grid, &call.group}) {
       size->x = take<uint32_t>(file);
       size->y = take<uint32_t>(file);
@@ -64,19 +66,22 @@ int main(int, char** arguments) {
       for (int64_t& s : a.strides) s = take<int64_t>(file);
       a.count = take<uint64_t>(file);
       a.bytes.resize(take<uint64_t>(file));
-      file.read(a.bytes.data(), std::streamsize(a.bytes.size()));
+      take(file, a.bytes.data(), a.bytes.size());
     }
     call.outputs.resize(take<uint32_t>(file));
     for (Argument& a : call.outputs) a.count = take<uint64_t>(file);
-    const auto kernel = known.find(call.key);
-    if (kernel == known.end()) host::fail("no kernel " + call.key);
-    kernel->second(call);
+    Kernel kernel = nullptr;
+    for (const auto& k : known) {
+      if (k.first == call.key) kernel = k.second;
+    }
+    if (kernel == nullptr) host::fail("no kernel " + call.key);
+    kernel(call);
     for (const Argument& a : call.outputs) {
       for (size_t i = 0; i < a.set.size(); ++i) {
         if (a.set[i] == 0) host::fail(call.key + " leaves element " + std::to_string(i) + " of an output unwritten");
       }
-      results.write(a.bytes.data(), std::streamsize(a.bytes.size()));
+      if (!a.bytes.empty() && std::fwrite(a.bytes.data(), a.bytes.size(), 1, results) != 1) host::fail("no room for results");
     }
   }
-  return results.flush() ? 0 : 4;
+  return std::fclose(results) == 0 ? 0 : 4;
 }
