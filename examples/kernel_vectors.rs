@@ -70,9 +70,8 @@ fn main() -> Result<(), Box<dyn Error>> {
         let mut rng = Rng::new(7, i as u64);
         let (k, v) = (side(&codec, &mut rng), side(&codec, &mut rng));
         let scale = (DIM as f32).powf(-0.5) * 0.3;
-        let queries: Vec<Vec<f32>> = (0..HEADS * GROUP)
-            .map(|_| (0..DIM).map(|_| rng.normal() as f32 * scale).collect())
-            .collect();
+        let queries: Vec<Vec<f32>> =
+            (0..HEADS * GROUP).map(|_| (0..DIM).map(|_| rng.normal() as f32 * scale).collect()).collect();
         let pass = Pass {
             batch: 1,
             heads: HEADS,
@@ -96,7 +95,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         }
         let mut scratch = codec.scratch();
         for q in &queries {
-            file.write_all(bytemuck::cast_slice(&codec.prepare_row(RowFrame::default(), q, &mut scratch).rotated))?;
+            file.write_all(bytemuck::cast_slice(
+                &codec.prepare_row(RowFrame::default(), q, &mut scratch).rotated,
+            ))?;
         }
         for side in [&k, &v] {
             file.write_all(bytemuck::cast_slice(&side.words))?;

@@ -217,8 +217,8 @@ pub static ATTEND: Source = Source {
     name: "attend",
     body: include_str!("../mlx/kernels/attend.inc"),
     inputs: &[
-        "queries", "k_words", "k_scales", "k_levels", "v_words", "v_scales", "v_levels", "bias", "mask", "first",
-        "tokens", "limits", "place",
+        "queries", "k_words", "k_scales", "k_levels", "v_words", "v_scales", "v_levels", "bias", "mask",
+        "first", "tokens", "limits", "place",
     ],
     outputs: &["part_sums", "part_state"],
 };
@@ -265,19 +265,29 @@ mod tests {
 
     #[test]
     fn what_has_a_kernel() {
-        let has = |stage, spec: CodecSpec, device| find(stage, &Codec::new(spec).unwrap(), device).map(|f| f.kind);
+        let has =
+            |stage, spec: CodecSpec, device| find(stage, &Codec::new(spec).unwrap(), device).map(|f| f.kind);
         let spec = CodecSpec::new(128, 4, Grid::Lloyd);
         let (attend, encode) = (Stage::Attend, Stage::Encode);
         assert_eq!(has(attend, spec, Device::Cpu), None);
         assert_eq!(has(attend, spec, Device::Metal), Some(Kind::Mirrored));
         assert_eq!(has(encode, CodecSpec { grid: Grid::Uniform, ..spec }, Device::Cuda), Some(Kind::Uniform));
         let dense = CodecSpec { rotation: RotationKind::Dense, ..spec };
-        assert_eq!((has(encode, dense, Device::Metal), has(attend, dense, Device::Metal).is_some()), (None, true));
-        let trellis = |states, dim, bits| CodecSpec { grid: Grid::Trellis { states }, ..CodecSpec::new(dim, bits, Grid::Lloyd) };
+        assert_eq!(
+            (has(encode, dense, Device::Metal), has(attend, dense, Device::Metal).is_some()),
+            (None, true)
+        );
+        let trellis = |states, dim, bits| CodecSpec {
+            grid: Grid::Trellis { states },
+            ..CodecSpec::new(dim, bits, Grid::Lloyd)
+        };
         assert_eq!(has(encode, trellis(8, 128, 2), Device::Metal), Some(Kind::Trellis8));
         assert_eq!(has(encode, trellis(8, 32, 1), Device::Metal), None, "a short ring");
         assert_eq!(has(encode, trellis(10, 512, 2), Device::Metal), None, "a long search");
-        for other in [CodecSpec { outliers: 32, bits: 2, ..spec }, CodecSpec { grid: Grid::Affine { group: 64 }, ..spec }] {
+        for other in [
+            CodecSpec { outliers: 32, bits: 2, ..spec },
+            CodecSpec { grid: Grid::Affine { group: 64 }, ..spec },
+        ] {
             assert_eq!(has(attend, other, Device::Metal), None, "{other}");
         }
     }

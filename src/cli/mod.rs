@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
+mod bench;
 mod compare;
 mod compress;
 mod inspect;
@@ -42,6 +43,8 @@ enum Command {
     Compare(compare::Arguments),
     /// Show what a tier policy decides, and what that costs
     Plan(plan::Arguments),
+    /// Time a decode step on this machine: engines x recipes x lengths
+    Bench(bench::Arguments),
     /// List the presets
     Recipes,
 }
@@ -119,6 +122,7 @@ pub fn run() -> ExitCode {
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {

@@ -1,7 +1,7 @@
 //! Attention as one MLX graph: scores of every part, one f32 softmax over all, weighted sums of every part.
 
-use super::{Graph, fused};
 use super::stages::num;
+use super::{Graph, fused};
 use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, shares, span};
 use crate::engine::Engine;
 use crate::error::{Error, Result};

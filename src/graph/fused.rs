@@ -89,7 +89,9 @@ fn side(graph: &Graph, stored: &Stored<Array>) -> Result<Option<(Form, [Array; 3
             Some((Form::exact(rows.shape()[3] as usize), [rows.clone(), nothing, line(&[0.0])]))
         }
         Stored::Packed(codes) => {
-            let Some(form) = find(Stage::Attend, codes.codec(), graph.kernels.device()) else { return Ok(None) };
+            let Some(form) = find(Stage::Attend, codes.codec(), graph.kernels.device()) else {
+                return Ok(None);
+            };
             let tables = graph.tables(codes.codec())?;
             let Some(tables) = &tables.kernels else { return Ok(None) };
             Some((form, [codes.words().clone(), codes.scales().clone(), tables.decode.clone()]))
@@ -109,7 +111,9 @@ pub(super) fn attend(
     let Some(last) = held.last().map(|s| s.start + s.keys.len() - 1) else { return Ok(None) };
     let mut sides = vec![];
     for s in &held {
-        let (Some(keys), Some(values)) = (side(graph, &s.keys)?, side(graph, &s.values)?) else { return Ok(None) };
+        let (Some(keys), Some(values)) = (side(graph, &s.keys)?, side(graph, &s.values)?) else {
+            return Ok(None);
+        };
         let pass = Pass {
             batch: sizes.batch,
             heads: sizes.heads,
@@ -142,7 +146,8 @@ pub(super) fn attend(
         let end = seen + s.keys.len();
         let mask = match &mask {
             Some(mask) => {
-                let whole = [sizes.batch, sizes.heads * sizes.group, sizes.queries, end - seen].map(|n| n as i32);
+                let whole =
+                    [sizes.batch, sizes.heads * sizes.group, sizes.queries, end - seen].map(|n| n as i32);
                 ops::broadcast_to(slice(mask, 3, seen, end)?, &whole)?
             }
             None => ops::zeros::<f32>(&[1, 1, 1, 1])?,
@@ -159,8 +164,8 @@ pub(super) fn attend(
         let limits = line(&[rules.soft_cap.unwrap_or(0.0), 0.0]);
         let place = Array::from_slice(place, &[8]);
         let inputs = [
-            &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first, &tokens,
-            &limits, &place,
+            &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first,
+            &tokens, &limits, &place,
         ];
         let parts = graph.kernels.run(launch, &inputs)?;
         let (sum, state) = merge(graph, &parts, Element::F32, None, false)?;

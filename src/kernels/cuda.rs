@@ -83,18 +83,30 @@ impl Config {
             // SAFETY: `shape` holds as many sizes as is said and outlives the call.
             let status = unsafe {
                 let kind = dtype(*element).into();
-                mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(config.0, shape.as_ptr(), shape.len(), kind)
+                mlx_sys::mlx_fast_cuda_kernel_config_add_output_arg(
+                    config.0,
+                    shape.as_ptr(),
+                    shape.len(),
+                    kind,
+                )
             };
             done(status, "adding an output")?;
         }
-        let ([gx, gy, gz], [tx, ty, tz]) = (launch.grid.map(|n| n as c_int), launch.group.map(|n| n as c_int));
+        let ([gx, gy, gz], [tx, ty, tz]) =
+            (launch.grid.map(|n| n as c_int), launch.group.map(|n| n as c_int));
         // SAFETY: the handle is valid; sizes are plain numbers.
-        done(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, gx, gy, gz) }, "setting the grid")?;
+        done(
+            unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, gx, gy, gz) },
+            "setting the grid",
+        )?;
         // SAFETY: as above.
         let status = unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, tx, ty, tz) };
         done(status, "setting the block")?;
         // SAFETY: as above.
-        done(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_verbose(config.0, false) }, "setting the options")?;
+        done(
+            unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_verbose(config.0, false) },
+            "setting the options",
+        )?;
         for (name, value) in &launch.template {
             let name = text(name)?;
             // SAFETY: the name outlives the call, and mlx-c copies it.
@@ -105,7 +117,11 @@ impl Config {
                     }
                     Value::Type(e) => {
                         let kind = dtype(e).into();
-                        mlx_sys::mlx_fast_cuda_kernel_config_add_template_arg_dtype(config.0, name.as_ptr(), kind)
+                        mlx_sys::mlx_fast_cuda_kernel_config_add_template_arg_dtype(
+                            config.0,
+                            name.as_ptr(),
+                            kind,
+                        )
                     }
                 }
             };

@@ -5,7 +5,9 @@ use super::plan::{Launch, Value};
 use super::{Device, Source, header};
 use crate::error::Result;
 use mlx_rs::Array;
-use mlx_rs::fast::{MetalKernel, MetalKernelApplyOptions, MetalKernelOptions, MetalKernelOutput, TemplateArg};
+use mlx_rs::fast::{
+    MetalKernel, MetalKernelApplyOptions, MetalKernelOptions, MetalKernelOutput, TemplateArg,
+};
 
 /// A Metal kernel.
 pub(super) struct Metal(MetalKernel);

@@ -22,7 +22,13 @@ pub struct Side {
 }
 
 /// What lies behind the tokens of a buffer: read, it would show.
-fn garbage<T: Copy>(rows: &[Vec<T>], width: usize, [b, h, t]: [usize; 3], capacity: usize, poison: T) -> Vec<T> {
+fn garbage<T: Copy>(
+    rows: &[Vec<T>],
+    width: usize,
+    [b, h, t]: [usize; 3],
+    capacity: usize,
+    poison: T,
+) -> Vec<T> {
     let mut out = vec![poison; b * h * capacity * width];
     for (i, row) in rows.iter().enumerate() {
         out[(i / t * capacity + i % t) * width..][..width].copy_from_slice(row);
@@ -57,7 +63,8 @@ impl Side {
             ScaleFormat::F16 => Input::f16(&[b, h, capacity, 1], &scales),
             // The low byte of the poison is no NaN in the log form.
             ScaleFormat::Log8 => {
-                let bytes: Vec<u8> = scales.iter().map(|&s| if s == 0x7e00 { 255 } else { s as u8 }).collect();
+                let bytes: Vec<u8> =
+                    scales.iter().map(|&s| if s == 0x7e00 { 255 } else { s as u8 }).collect();
                 Input::u8(&[b, h, capacity, 1], &bytes)
             }
         };
@@ -75,12 +82,16 @@ impl Side {
             Element::F16 => {
                 let bits: Vec<Vec<u16>> =
                     rows.iter().map(|r| r.iter().map(|&x| f16::from_f32(x).to_bits()).collect()).collect();
-                (Input::f16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7e00)), |x| f16::from_f32(x).to_f32())
+                (Input::f16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7e00)), |x| {
+                    f16::from_f32(x).to_f32()
+                })
             }
             Element::BF16 => {
                 let bits: Vec<Vec<u16>> =
                     rows.iter().map(|r| r.iter().map(|&x| bf16::from_f32(x).to_bits()).collect()).collect();
-                (Input::bf16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7fc0)), |x| bf16::from_f32(x).to_f32())
+                (Input::bf16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7fc0)), |x| {
+                    bf16::from_f32(x).to_f32()
+                })
             }
             _ => (Input::f32(&sizes, &garbage(&rows, dim, shape, t + 5, f32::NAN)), |x| x),
         };
@@ -111,8 +122,17 @@ impl Side {
 }
 
 /// One query over one head.
-pub const ONE: Pass =
-    Pass { batch: 1, heads: 1, group: 1, queries: 1, tokens: 0, position: 0, window: 0, causal: false, masked: false };
+pub const ONE: Pass = Pass {
+    batch: 1,
+    heads: 1,
+    group: 1,
+    queries: 1,
+    tokens: 0,
+    position: 0,
+    window: 0,
+    causal: false,
+    masked: false,
+};
 
 /// Everything that a first pass is asked beside its rows.
 #[derive(Clone)]
@@ -140,17 +160,29 @@ pub fn case(k: &Side, v: &Side, rules: &Rules, seed: u64) -> Case {
     let p = rules.pass;
     let (hq, d, vd) = (p.heads * p.group, k.form.dim, v.form.dim);
     let scale = (d as f32).powf(-0.5);
-    let q: Vec<f32> = gauss(&[p.batch, hq, p.queries, d], seed).to_f32().unwrap().iter().map(|x| x * scale).collect();
+    let q: Vec<f32> =
+        gauss(&[p.batch, hq, p.queries, d], seed).to_f32().unwrap().iter().map(|x| x * scale).collect();
     let bias = gauss(&[p.batch, hq, p.queries, 1], seed + 1).to_f32().unwrap();
     let hide = |x: f32| if x > 1.0 { f32::NEG_INFINITY } else { x };
-    let mask: Vec<f32> = gauss(&[p.batch, 1, p.queries, p.tokens.max(1)], seed + 2).to_f32().unwrap().into_iter().map(hide).collect();
+    let mask: Vec<f32> = gauss(&[p.batch, 1, p.queries, p.tokens.max(1)], seed + 2)
+        .to_f32()
+        .unwrap()
+        .into_iter()
+        .map(hide)
+        .collect();
     let rotated: Vec<f32> = q.chunks_exact(d).flat_map(|q| k.query(q)).collect();
     let (launch, place) = plan::attend(k.form, v.form, &p).expect("queries fit");
     let mask_strides = if p.masked { [p.queries * p.tokens, 0, p.tokens, 1] } else { [0; 4] };
     let [kw, ks, kl] = k.inputs.clone();
     let [vw, vs, vl] = v.inputs.clone();
     let inputs = vec![
-        Input::f32(&[p.batch, hq, p.queries, d], &rotated), kw, ks, kl, vw, vs, vl,
+        Input::f32(&[p.batch, hq, p.queries, d], &rotated),
+        kw,
+        ks,
+        kl,
+        vw,
+        vs,
+        vl,
         Input::f32(&[p.batch, hq, p.queries, 1], &bias),
         Input::f32(&[mask.len()], &mask).strided(&mask_strides),
         Input::i32(&[p.batch], &rules.first),
@@ -220,7 +252,10 @@ pub fn close(case: &Case, merged: &[Vec<u8>]) -> Result<(), String> {
         let lowest = f64::from(f32::NEG_INFINITY);
         let near = |a: f64, b: f64| a == b || (a - b).abs() <= 2e-4 * (1.0 + b.abs());
         if (*top == lowest) != (got_top == lowest) || !near(got_top, *top) || !near(got_total, *total) {
-            return Err(format!("{}: row {row}: state {got_top} {got_total}, wanted {top} {total}", case.name));
+            return Err(format!(
+                "{}: row {row}: state {got_top} {got_total}, wanted {top} {total}",
+                case.name
+            ));
         }
         for (c, w) in want.iter().enumerate() {
             let (got, want) = (f64::from(sums[row * dim + c]), if *total > 0.0 { w / total } else { 0.0 });
@@ -255,7 +290,11 @@ fn sides() -> Vec<(Option<CodecSpec>, Element, usize)> {
     }
     let base = CodecSpec::new(64, 3, Grid::Fitted);
     list.push((Some(base), Element::F32, 64));
-    list.push((Some(CodecSpec { rotation: RotationKind::Dense, grid: Grid::Beta, ..base }), Element::F32, 64));
+    list.push((
+        Some(CodecSpec { rotation: RotationKind::Dense, grid: Grid::Beta, ..base }),
+        Element::F32,
+        64,
+    ));
     list.push((None, Element::F16, 128));
     list.push((None, Element::BF16, 80));
     list.push((None, Element::F32, 64));
@@ -273,7 +312,8 @@ fn side(spec: &(Option<CodecSpec>, Element, usize), shape: [usize; 3], seed: u64
 fn attention_follows_the_row_form() {
     let sides = sides();
     let n = sides.len();
-    let (groups, lengths, queries) = ([1, 2, 4, 8, 3, 6, 16], [1, 5, 31, 33, 64, 100, 257], [1, 1, 2, 5, 1, 8, 16]);
+    let (groups, lengths, queries) =
+        ([1, 2, 4, 8, 3, 6, 16], [1, 5, 31, 33, 64, 100, 257], [1, 1, 2, 5, 1, 8, 16]);
     let mut cases = vec![];
     for i in 0..n {
         // Each kind meets the next one and one far away, once as keys and once as values.
@@ -284,24 +324,41 @@ fn attention_follows_the_row_form() {
             let (batch, heads) = (1 + j % 2, 1 + (j / 2) % 2);
             let tokens = lengths[(i * 2 + turn * 3) % 7];
             let mut l = queries[(j * 3) % 7];
-            let limit = |l: usize| plan::attend(
-                Form::exact(ks.2), Form::exact(vs.2),
-                &Pass { batch, heads, group, queries: l, tokens, ..ONE },
-            ).is_none();
+            let limit = |l: usize| {
+                plan::attend(
+                    Form::exact(ks.2),
+                    Form::exact(vs.2),
+                    &Pass { batch, heads, group, queries: l, tokens, ..ONE },
+                )
+                .is_none()
+            };
             while limit(l) {
                 l /= 2;
             }
             // Rules by turns: all alone, then together.
             let kind = (i * 3 + turn) % 8;
             let pass = Pass {
-                batch, heads, group, queries: l, tokens,
-                position: tokens as i64 - l as i64 + if kind == 6 { 3 } else if kind == 7 { -2 } else { 0 },
+                batch,
+                heads,
+                group,
+                queries: l,
+                tokens,
+                position: tokens as i64 - l as i64
+                    + if kind == 6 {
+                        3
+                    } else if kind == 7 {
+                        -2
+                    } else {
+                        0
+                    },
                 window: if matches!(kind, 2 | 5 | 6) { 7 } else { 0 },
                 causal: kind != 0 && kind != 3,
                 masked: matches!(kind, 4 | 5),
             };
-            let first = (0..batch as i32).map(|b| if matches!(kind, 3 | 5) { b * 2 + 1 } else { -b }).collect();
-            let rules = Rules { pass, first, cap: if kind == 1 || kind == 5 { 2.5 } else { 0.0 }, sparse: 0.0 };
+            let first =
+                (0..batch as i32).map(|b| if matches!(kind, 3 | 5) { b * 2 + 1 } else { -b }).collect();
+            let rules =
+                Rules { pass, first, cap: if kind == 1 || kind == 5 { 2.5 } else { 0.0 }, sparse: 0.0 };
             let shape = [batch, heads, tokens];
             let (k, v) = (side(ks, shape, j as u64), side(vs, shape, 100 + j as u64));
             cases.push(case(&k, &v, &rules, 200 + j as u64));
@@ -314,7 +371,8 @@ fn check(cases: &[Case]) {
     let calls: Vec<Call> = cases.iter().map(|c| c.call.clone()).collect();
     let Some(bench) = Bench::new(&calls) else { return };
     let parts = bench.run(&calls).unwrap();
-    let merges: Vec<Call> = cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, true)).collect();
+    let merges: Vec<Call> =
+        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, true)).collect();
     let merged = Bench::new(&merges).unwrap().run(&merges).unwrap();
     let wrong: Vec<String> = cases.iter().zip(&merged).filter_map(|(c, out)| close(c, out).err()).collect();
     assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
@@ -352,10 +410,20 @@ fn segments_and_sinks_join_by_their_state() {
     let spec = CodecSpec::new(dim, 3, Grid::Beta);
     let (lens, mut start) = ([4, 60, 9], 0i64);
     let total: usize = lens.iter().sum();
-    let sides: Vec<[Side; 2]> = lens.iter().enumerate().map(|(i, &t)| {
-        let make = |seed| if i == 1 { Side::packed(spec, [b, h, t], seed) } else { Side::exact(Element::F16, dim, [b, h, t], seed) };
-        [make(i as u64), make(10 + i as u64)]
-    }).collect();
+    let sides: Vec<[Side; 2]> = lens
+        .iter()
+        .enumerate()
+        .map(|(i, &t)| {
+            let make = |seed| {
+                if i == 1 {
+                    Side::packed(spec, [b, h, t], seed)
+                } else {
+                    Side::exact(Element::F16, dim, [b, h, t], seed)
+                }
+            };
+            [make(i as u64), make(10 + i as u64)]
+        })
+        .collect();
     let mut cases = vec![];
     for ([k, v], &tokens) in sides.iter().zip(&lens) {
         let position = (total - l) as i64 - start;
@@ -366,7 +434,8 @@ fn segments_and_sinks_join_by_their_state() {
     let calls: Vec<Call> = cases.iter().map(|c| c.call.clone()).collect();
     let Some(bench) = Bench::new(&calls) else { return };
     let parts = bench.run(&calls).unwrap();
-    let merges: Vec<Call> = cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, false)).collect();
+    let merges: Vec<Call> =
+        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, false)).collect();
     let joined = Bench::new(&merges).unwrap().run(&merges).unwrap();
     // Sums of the packed part leave the rotated domain before they meet the others.
     let rows = b * h * group * l;
@@ -404,15 +473,23 @@ fn segments_and_sinks_join_by_their_state() {
         for row in 0..rows {
             let sink = f64::from(sinks[row / l]);
             let top = cases.iter().map(|c| c.want[row].0).fold(sink, f64::max);
-            let weight: f64 = cases.iter().map(|c| c.want[row].1 * (c.want[row].0 - top).exp()).sum::<f64>() + (sink - top).exp();
+            let weight: f64 = cases.iter().map(|c| c.want[row].1 * (c.want[row].0 - top).exp()).sum::<f64>()
+                + (sink - top).exp();
             for c in 0..dim {
-                let want: f64 = cases.iter().enumerate().map(|(i, case)| {
-                    let sums = &case.want[row].2;
-                    let x = if i == 1 { f64::from(out_of(sums)[c]) } else { sums[c] };
-                    x * (case.want[row].0 - top).exp() / weight
-                }).sum();
+                let want: f64 = cases
+                    .iter()
+                    .enumerate()
+                    .map(|(i, case)| {
+                        let sums = &case.want[row].2;
+                        let x = if i == 1 { f64::from(out_of(sums)[c]) } else { sums[c] };
+                        x * (case.want[row].0 - top).exp() / weight
+                    })
+                    .sum();
                 let got = f64::from(got[row * dim + c]);
-                assert!((got - want).abs() < bound * (1.0 + want.abs()), "{element:?} row {row} channel {c}: {got}, wanted {want}");
+                assert!(
+                    (got - want).abs() < bound * (1.0 + want.abs()),
+                    "{element:?} row {row} channel {c}: {got}, wanted {want}"
+                );
             }
         }
     }
@@ -458,7 +535,9 @@ fn nan_shows_where_it_is_seen_and_only_there() {
     let spec = CodecSpec::new(64, 4, Grid::Lloyd);
     let pass = Pass { group: 2, tokens: 40, position: 39, window: 20, causal: true, ..ONE };
     let rules = Rules { pass, first: vec![0], cap: 0.0, sparse: 0.0 };
-    let nan = |side: &mut Side, row: usize| side.inputs[1].bytes[2 * row..][..2].copy_from_slice(&0x7e00u16.to_le_bytes());
+    let nan = |side: &mut Side, row: usize| {
+        side.inputs[1].bytes[2 * row..][..2].copy_from_slice(&0x7e00u16.to_le_bytes())
+    };
     let (mut k, mut v) = (Side::packed(spec, [1, 1, 40], 1), Side::packed(spec, [1, 1, 40], 2));
     nan(&mut k, 3);
     nan(&mut v, 19);

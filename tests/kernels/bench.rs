@@ -147,8 +147,13 @@ pub fn compiler() -> Option<&'static (String, Vec<&'static str>)> {
         let (source, program) = (folder.path().join("probe.cpp"), folder.path().join("probe"));
         std::fs::write(&source, "int main() { return 0; }\n").expect("write");
         let works = |name: &str, flags: &[&str]| {
-            let built =
-                Command::new(name).args(["-std=c++17"]).args(flags).arg(&source).arg("-o").arg(&program).output();
+            let built = Command::new(name)
+                .args(["-std=c++17"])
+                .args(flags)
+                .arg(&source)
+                .arg("-o")
+                .arg(&program)
+                .output();
             built.is_ok_and(|o| o.status.success())
                 && Command::new(&program).status().is_ok_and(|s| s.success())
         };
@@ -210,7 +215,9 @@ impl Bench {
         std::fs::write(&path, text).expect("write");
         let mut command = Command::new(name);
         // Without optimisation: the time goes into compiling many instances, not into running them.
-        command.args(["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]).args(flags);
+        command
+            .args(["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"])
+            .args(flags);
         let built = command.arg(&path).arg("-o").arg(folder.path().join("bench")).output().expect("compiler");
         if !built.status.success() {
             let message = String::from_utf8_lossy(&built.stderr).into_owned();

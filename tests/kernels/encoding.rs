@@ -34,7 +34,8 @@ pub fn case(spec: CodecSpec, shape: [usize; 3], seed: u64, edit: impl Fn(&mut [f
     let (launch, place) = plan::encode(form, tables.order, rotated, spec.scale, spec.format, shape);
     let line = |x: &[f32]| Input::f32(&[x.len()], x);
     let signs = if rotated { tables.signs.clone() } else { vec![1.0] };
-    let mut inputs = vec![Input::f32(&[b, h, t, d], &x), line(&signs), line(&tables.factor), line(&tables.levels)];
+    let mut inputs =
+        vec![Input::f32(&[b, h, t, d], &x), line(&signs), line(&tables.factor), line(&tables.levels)];
     if !matches!(spec.grid, Grid::Trellis { .. }) {
         inputs.push(line(&tables.borders));
     }
@@ -76,7 +77,8 @@ fn check(cases: &[Case]) {
     assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
 }
 
-const RULES: [ScaleRule; 4] = [ScaleRule::Plain, ScaleRule::Matched, ScaleRule::Unbiased, ScaleRule::LeastSquares];
+const RULES: [ScaleRule; 4] =
+    [ScaleRule::Plain, ScaleRule::Matched, ScaleRule::Unbiased, ScaleRule::LeastSquares];
 
 #[test]
 fn scalar_codes_follow_the_row_form() {
@@ -134,7 +136,19 @@ fn odd_rows_have_the_codes_of_the_row_form() {
         for row in [0, 2, 3] {
             assert!(got[row * n..][..n].iter().all(|w| *w == 0), "{}: words of row {row}", case.spec);
         }
-        close(&Case { words: got, ..Case { spec: case.spec, call: case.call.clone(), words: vec![], scales: case.scales.clone() } }, &out).unwrap();
+        close(
+            &Case {
+                words: got,
+                ..Case {
+                    spec: case.spec,
+                    call: case.call.clone(),
+                    words: vec![],
+                    scales: case.scales.clone(),
+                }
+            },
+            &out,
+        )
+        .unwrap();
     }
 }
 

@@ -66,11 +66,19 @@ fn generate(
         Value::Type(e) => metal_type(*e).to_string(),
     };
     let values: Vec<String> = template.iter().map(|(_, v)| value(v)).collect();
-    let kinds: Vec<String> =
-        template.iter().map(|(n, v)| format!("{} {n}", if matches!(v, Value::Int(_)) { "int" } else { "typename" })).collect();
+    let kinds: Vec<String> = template
+        .iter()
+        .map(|(n, v)| format!("{} {n}", if matches!(v, Value::Int(_)) { "int" } else { "typename" }))
+        .collect();
     let mut kernel = format!("custom_kernel_{name}__{}", values.join("_"));
     for i in inputs {
-        let space = if i.axes == 0 { "s" } else if i.count < 8 { "c" } else { "" };
+        let space = if i.axes == 0 {
+            "s"
+        } else if i.count < 8 {
+            "c"
+        } else {
+            ""
+        };
         kernel += &format!("_{}{space}", metal_type(i.element));
     }
     outputs.iter().for_each(|o| kernel += &format!("_{}", metal_type(o.element)));
@@ -135,7 +143,8 @@ fn calls() -> Vec<Call> {
         let (k, v) = (Side::packed(spec, [1, 2, 9], 1), Side::exact(Element::BF16, 64, [1, 2, 9], 2));
         let pass = Pass { heads: 2, group: 2, tokens: 9, ..ONE };
         let case = super::attention::case(&k, &v, &Rules { pass, first: vec![0], cap: 0.0, sparse: 0.0 }, 3);
-        let shares: Vec<Vec<u8>> = case.call.launch.outputs.iter().map(|o| vec![0; 4 * o.1.iter().product::<usize>()]).collect();
+        let shares: Vec<Vec<u8>> =
+            case.call.launch.outputs.iter().map(|o| vec![0; 4 * o.1.iter().product::<usize>()]).collect();
         calls.push(super::attention::merge_call(&case, &shares, Element::BF16, true));
         calls.push(super::attention::dequantize_call(&k, [1, 2, 9], Element::F16));
         calls.push(case.call);
@@ -267,7 +276,14 @@ fn every_dialect_is_read_by_a_compiler() {
     for (device, text) in texts {
         let path = folder.path().join("text.cpp");
         std::fs::write(&path, text).unwrap();
-        let flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wno-unknown-pragmas", "-Wno-unused", "-Wno-undefined-inline"];
+        let flags = [
+            "-std=c++17",
+            "-fsyntax-only",
+            "-Wall",
+            "-Wno-unknown-pragmas",
+            "-Wno-unused",
+            "-Wno-undefined-inline",
+        ];
         let read = Command::new(name).args(flags).arg(&path).output().unwrap();
         let message = String::from_utf8_lossy(&read.stderr);
         assert!(read.status.success(), "{device:?}:\n{}", message.chars().take(4000).collect::<String>());
