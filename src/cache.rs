@@ -6,12 +6,14 @@
 
 mod append;
 mod capacity;
+mod heads;
 mod model;
 mod report;
 mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
+pub use heads::HeadGroups;
 pub use model::KvCache;
 pub use report::{LayerReport, Part};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
@@ -52,6 +54,8 @@ pub struct LayerCache<E: Engine> {
     codecs: [Option<Arc<Codec>>; 2],
     /// Frames of keys and values, from the first block that left the window.
     frames: Option<[Frame<E::Tensor>; 2]>,
+    /// Queries [B, Hq, n, D] so far, until the gains of equalised keys are made from them.
+    queries: Option<E::Tensor>,
     sinks: Option<Exact<E::Tensor>>,
     sinks_len: usize,
     body: Vec<Segment<E::Tensor>>,
@@ -98,6 +102,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             shape,
             codecs,
             frames: None,
+            queries: None,
             sinks: None,
             sinks_len: 0,
             body: vec![],
@@ -197,6 +202,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             }
             let q = queries.slice(2, done, done + n)?;
             outs.push(self.engine.attend(&self.segments(), &q, &piece)?);
+            self.keep_queries(&q)?;
             self.observe(n, &q, &piece)?;
             done += n;
         }

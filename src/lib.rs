@@ -2,8 +2,10 @@
 
 pub mod archive;
 pub mod attention;
+pub mod bit_plan;
 pub mod bits;
 pub mod cache;
+pub mod calibration;
 pub mod codebook;
 pub mod codec;
 pub mod codes;

@@ -4,10 +4,13 @@
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that
 //! already follow the decision gives [`Action::Keep`] for all of them.
 
+pub mod allocation;
 mod attention;
+pub mod head_scores;
 mod progressive;
 
 pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
+pub use head_scores::{HeadScorer, HeadScores};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};

@@ -1,5 +1,6 @@
 //! A recipe: how the keys and values of a cache are packed, and which tokens stay exact. Named presets are the README's table.
 
+use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
 use crate::rng;
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
@@ -9,8 +10,8 @@ use std::str::FromStr;
 
 /// One codec for keys, one for values, and the tokens that stay exact.
 ///
-/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N` with `exact` for a side that is not packed; reading also
-/// takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
+/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a side
+/// that is not packed; reading also takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Recipe {
@@ -24,6 +25,8 @@ pub struct Recipe {
     pub sinks: usize,
     /// Newest tokens that stay exact.
     pub window: usize,
+    /// Bits of every layer and KV head, in place of those of the specs.
+    pub plan: Option<BitPlan>,
 }
 
 /// Names of the presets and what each is.
@@ -53,7 +56,6 @@ impl Recipe {
     /// # Errors
     /// [`Error::Unsupported`] for an unknown name or bits that the preset has no form for.
     pub fn preset(name: &str, key_bits: f32, value_bits: f32) -> Result<Recipe> {
-        let exact = Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 };
         let template = |side: Side| template(name, side);
         if !PRESETS.iter().any(|(known, _)| *known == name) {
             let names: Vec<&str> = PRESETS.iter().map(|p| p.0).collect();
@@ -63,7 +65,7 @@ impl Recipe {
         let recipe = Recipe {
             key: with_bits(template(Side::Key), key_bits)?,
             value: with_bits(template(Side::Value), value_bits)?,
-            ..exact
+            ..Recipe::exact()
         };
         Ok(match name {
             "best" => Recipe { centred: true, sinks: 4, window: 128, ..recipe },
@@ -72,16 +74,36 @@ impl Recipe {
         })
     }
 
+    /// The recipe that packs nothing.
+    pub fn exact() -> Recipe {
+        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, plan: None }
+    }
+
     /// The codec spec of one side of one layer: the recipe's, fitted to the head dim, with a seed of its own.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the codec has no form for this head dim.
+    /// [`Error::Unsupported`] if the codec has no form for this head dim, the plan ends before the layer, or its heads differ there,
+    /// see [`Recipe::by_heads`].
     pub fn spec(&self, side: Side, layer: usize, head_dim: usize) -> Result<Option<CodecSpec>> {
         let (template, part) = match side {
             Side::Key => (self.key, 0),
             Side::Value => (self.value, 1),
         };
-        let Some(template) = template else { return Ok(None) };
+        let Some(mut template) = template else { return Ok(None) };
+        if let Some(plan) = &self.plan {
+            let no = |value: String, reason: &str| {
+                Err(Error::Unsupported { field: "bits of a layer", value, reason: reason.into() })
+            };
+            let bits = match plan.side(side).layer(layer) {
+                Some([bits]) => *bits,
+                Some(_) => return no(format!("{side} {layer}"), "its heads have widths of their own"),
+                None => return no(format!("{side} {layer}"), "the plan has fewer layers"),
+            };
+            match with_bits(template, f32::from(bits))? {
+                Some(spec) => template = spec,
+                None => return Ok(None),
+            }
+        }
         let scaled =
             |n: usize, multiple: usize| (n * head_dim / TEMPLATE_DIM / multiple * multiple).max(multiple);
         let mut spec =
@@ -97,6 +119,43 @@ impl Recipe {
         }
         spec.validate()?;
         Ok(Some(spec))
+    }
+
+    /// The KV heads of a layer that share their widths, each group with the recipe that packs it: `(heads, recipe)`.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the plan has no width for a layer or head.
+    pub fn by_heads(&self, layer: usize, kv_heads: usize) -> Result<Vec<(Vec<usize>, Recipe)>> {
+        let Some(plan) = &self.plan else { return Ok(vec![((0..kv_heads).collect(), self.clone())]) };
+        for side in [Side::Key, Side::Value] {
+            if let Some(widths) = plan.side(side).layer(layer)
+                && ![1, kv_heads].contains(&widths.len())
+            {
+                let value = format!("{} in layer {layer}", widths.len());
+                let reason = format!("the layer has {kv_heads} KV heads");
+                return Err(Error::Unsupported { field: "bits of a head", value, reason });
+            }
+        }
+        let mut groups: Vec<([u8; 2], Vec<usize>)> = vec![];
+        for head in 0..kv_heads {
+            let (Some(key), Some(value)) = (plan.key.head(layer, head), plan.value.head(layer, head)) else {
+                let (value, reason) =
+                    (format!("layer {layer}, head {head}"), "the plan does not reach it".into());
+                return Err(Error::Unsupported { field: "bits of a head", value, reason });
+            };
+            match groups.iter_mut().find(|group| group.0 == [key, value]) {
+                Some(group) => group.1.push(head),
+                None => groups.push(([key, value], vec![head])),
+            }
+        }
+        let at = |template: Option<CodecSpec>, bits: u8| match template {
+            Some(template) => with_bits(template, bits.into()),
+            None => Ok(None),
+        };
+        let recipe = |[key, value]: [u8; 2]| -> Result<Recipe> {
+            Ok(Recipe { key: at(self.key, key)?, value: at(self.value, value)?, plan: None, ..self.clone() })
+        };
+        groups.into_iter().map(|(bits, heads)| Ok((heads, recipe(bits)?))).collect()
     }
 
     /// Tokens that are encoded together, over both sides.
@@ -193,7 +252,11 @@ impl fmt::Display for Recipe {
         if self.centred {
             f.write_str(",centred")?;
         }
-        write!(f, ",sinks={},window={}", self.sinks, self.window)
+        write!(f, ",sinks={},window={}", self.sinks, self.window)?;
+        match &self.plan {
+            Some(plan) => write!(f, ",key-bits={},value-bits={}", plan.key, plan.value),
+            None => Ok(()),
+        }
     }
 }
 
@@ -204,7 +267,7 @@ impl FromStr for Recipe {
         let mut terms = text.split(',').peekable();
         let first = terms.peek().copied().unwrap_or_default();
         let mut recipe = if first.contains('=') {
-            Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 }
+            Recipe::exact()
         } else {
             terms.next();
             let (name, bits) = first.split_once('@').unwrap_or((first, "4"));
@@ -212,6 +275,7 @@ impl FromStr for Recipe {
             Recipe::preset(name, k, v)?
         };
         let side = |text: &str| if text == "exact" { Ok(None) } else { text.parse().map(Some) };
+        let (mut key_bits, mut value_bits) = (None, None);
         for term in terms {
             match term.split_once('=') {
                 None if term == "centred" => recipe.centred = true,
@@ -222,9 +286,16 @@ impl FromStr for Recipe {
                 Some(("window", n)) => {
                     recipe.window = n.parse().map_err(|_| fail(format!("window {n:?}")))?
                 }
+                Some(("key-bits", widths)) => key_bits = Some(widths.parse()?),
+                Some(("value-bits", widths)) => value_bits = Some(widths.parse()?),
                 _ => return Err(fail(format!("unknown term {term:?}"))),
             }
         }
+        recipe.plan = match (key_bits, value_bits) {
+            (Some(key), Some(value)) => Some(BitPlan { key, value }),
+            (None, None) => None,
+            _ => return Err(fail("key-bits and value-bits go together".into())),
+        };
         Ok(recipe)
     }
 }

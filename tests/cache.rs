@@ -4,14 +4,16 @@
 mod common;
 
 use common::*;
-use turbomoq::attention::Rules;
+use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::codec::Codec;
 use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
 use turbomoq::engine::Engine;
 use turbomoq::{Dtype, Error, Recipe, Tensor};
 
-const RECIPES: [&str; 8] = [
+const RECIPES: [&str; 9] = [
     "best@4/4",
+    "key=d128:b3:equalised,value=d128:b3,centred,sinks=4,window=64",
     "best@3/2,sinks=0,window=0",
     "best@2.5/16,window=32",
     "turbomoq@4/4,sinks=4,window=128",
@@ -112,6 +114,30 @@ fn any_chunking_gives_the_same<E: Engine + Clone>(
 #[test]
 fn any_chunking_of_appends_gives_the_same_cache() {
     any_chunking_gives_the_same(&Cpu, &RECIPES, &[&[1], &[7], &[128], &[1000], &[200, 100, 3]], 533);
+}
+
+#[test]
+fn gains_are_made_from_the_queries_too() {
+    let s = sequence(1, 2, 2, 300, 64);
+    let gain = |attend: bool| {
+        let mut cache = cache(&Cpu, "key=d128:b3:equalised,value=d128:b3,sinks=0,window=64", 64);
+        match attend {
+            true => drop(cache.update_and_attend(&s.q, &s.k, &s.v, &Rules::causal(0.125)).unwrap()),
+            false => cache.append(&s.k, &s.v).unwrap(),
+        }
+        match &cache.segments()[0].keys {
+            Stored::Packed(codes) => codes.frame().gain.as_ref().unwrap().to_f32().unwrap(),
+            Stored::Exact { .. } => panic!("nothing was packed"),
+        }
+    };
+    let queries = s.q.slice(2, 0, 64 + 128).unwrap();
+    let codec = Codec::new("d64:b3:equalised".parse().unwrap()).unwrap();
+    let first = s.k.slice(2, 0, 128).unwrap();
+    let expected = Cpu.frame(&codec, false, &first, Some(&queries)).unwrap().gain.unwrap();
+    assert_eq!(gain(true), expected.to_f32().unwrap());
+    let without = Cpu.frame(&codec, false, &first, None).unwrap().gain.unwrap();
+    assert_eq!(gain(false), without.to_f32().unwrap());
+    assert_ne!(gain(true), gain(false));
 }
 
 fn attention_equals_attention_on_what_is_fetched<E: Engine + Clone>(engine: &E, recipes: &[&str]) {

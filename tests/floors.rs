@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 /// The floors from the ground up, with the modules on each. A new module gets a name here.
 const FLOORS: [(&str, &[&str]); 6] = [
-    ("words", &["error", "spec", "tensor"]),
+    ("words", &["bit_plan", "error", "spec", "tensor"]),
     (
         "mathematics",
         &[
@@ -22,7 +22,7 @@ const FLOORS: [(&str, &[&str]); 6] = [
     ),
     ("definition", &["attention", "codec", "codes", "frame", "grid", "recipe"]),
     ("engines", &["cpu", "engine", "graph", "kernels", "mlx_ops"]),
-    ("caches", &["cache", "compressor", "policy", "pool"]),
+    ("caches", &["cache", "calibration", "compressor", "policy", "pool"]),
     ("edges", &["archive", "cli", "ffi", "files", "lib", "main", "prompt_cache", "report", "serve"]),
 ];
 

@@ -35,6 +35,11 @@ pub trait Attend {
 
     /// What the buffers hold.
     fn usage(&self) -> Usage;
+
+    /// Correlation of the newest queries' scores on decoded keys with those on the exact ones, where both are at hand.
+    fn logit_correlation(&self) -> Result<Option<f64>> {
+        Ok(None)
+    }
 }
 
 /// Keys and values as they are: the reference.
@@ -73,10 +78,56 @@ impl<C: Attend> Attend for Half<C> {
     fn usage(&self) -> Usage {
         self.0.usage()
     }
+
+    fn logit_correlation(&self) -> Result<Option<f64>> {
+        self.0.logit_correlation()
+    }
 }
 
 /// Exact causal attention in f32; the queries are those of the last tokens.
 pub fn attention(q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
     let [k, v] = [k.as_dtype(Dtype::Float32)?, v.as_dtype(Dtype::Float32)?];
     Ok(scaled_dot_product_attention(q, &k, &v, scale, ScaledDotProductAttentionMask::Causal, None)?)
+}
+
+/// A layer whose KV heads have caches of different kinds, each group with its heads.
+pub struct ByHead(pub Vec<(Vec<usize>, Box<dyn Attend>)>);
+
+impl Attend for ByHead {
+    fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
+        if let [(_, only)] = &mut self.0[..] {
+            return only.attend(q, k, v, scale);
+        }
+        let share = (q.shape()[1] / k.shape()[1]) as usize;
+        let list = |heads: &[usize], share: usize| {
+            let all = heads.iter().flat_map(|h| h * share..(h + 1) * share).map(|h| h as i32);
+            Array::from_iter(all.collect::<Vec<_>>(), &[(heads.len() * share) as i32])
+        };
+        let (mut order, mut outs) = (vec![], vec![]);
+        for (heads, cache) in &mut self.0 {
+            let (own, shared) = (list(heads, 1), list(heads, share));
+            let [q, k, v] = [q.take_axis(&shared, 1)?, k.take_axis(&own, 1)?, v.take_axis(&own, 1)?];
+            outs.push(cache.attend(&q, &k, &v, scale)?);
+            order.extend(heads.iter().flat_map(|h| h * share..(h + 1) * share));
+        }
+        let mut places = vec![0i32; order.len()];
+        order.iter().enumerate().for_each(|(at, &head)| places[head] = at as i32);
+        let places = Array::from_slice(&places, &[places.len() as i32]);
+        Ok(concatenate(&outs, 1)?.take_axis(&places, 1)?)
+    }
+
+    fn usage(&self) -> Usage {
+        self.0.iter().map(|group| group.1.usage()).fold(Usage::default(), Usage::add)
+    }
+
+    fn logit_correlation(&self) -> Result<Option<f64>> {
+        let (mut sum, mut heads) = (0.0, 0);
+        for (group, cache) in &self.0 {
+            if let Some(x) = cache.logit_correlation()? {
+                sum += x * group.len() as f64;
+                heads += group.len();
+            }
+        }
+        Ok((heads > 0).then(|| sum / heads as f64))
+    }
 }

@@ -4,7 +4,7 @@
 //! kept beyond a chunk.
 
 use crate::Result;
-use crate::kv::{Form, Kv};
+use crate::kv::{Form, Kv, Kvs};
 use crate::measure::{Logits, Measure};
 use crate::model::{Model, Session};
 use crate::tokenizer::Text;
@@ -23,12 +23,15 @@ pub struct Arguments {
     /// Text files
     #[arg(required = true)]
     texts: Vec<PathBuf>,
-    /// Cache: `float`, a preset such as `best@3/3` or a whole recipe; may be repeated
+    /// Cache: `float`, a preset such as `best@3/3`, a whole recipe, or `@FILE` with lines of names and recipes; may be repeated
     #[arg(long)]
-    pub kv: Vec<Kv>,
-    /// Tokens from the beginning of each text
+    kv: Vec<Kvs>,
+    /// Tokens of a window
     #[arg(long, default_value_t = 2048, value_parser = clap::value_parser!(u32).range(2..))]
     ctx: u32,
+    /// Stretches of `--ctx` tokens from the beginning of each text, each with caches of its own
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    windows: u32,
     /// Tokens handed to the model at once; 1 is token by token
     #[arg(long, default_value_t = 512, value_parser = clap::value_parser!(u32).range(1..))]
     chunk: u32,
@@ -46,13 +49,20 @@ pub struct Row {
     pub recipe: String,
     pub text: String,
     pub ctx: usize,
+    /// Stretches of `ctx` tokens, each from an empty cache.
+    pub windows: usize,
     /// Nats, against the float cache.
     pub kl_mean: f64,
+    /// The least and the greatest mean of a window.
+    pub kl_least: f64,
+    pub kl_most: f64,
     pub kl_median: f64,
     pub kl_p99: f64,
     /// Share of positions with the same likeliest token.
     pub same_top1: f64,
     pub ppl: f64,
+    /// Attention scores on decoded keys against exact ones, of the worst layer and window; of rebuilt caches only.
+    pub logit_correlation: Option<f64>,
     /// Of the stored form, tables counted, without the tokens that a packed cache keeps exact.
     pub bits_per_value: Option<f64>,
     /// Of all buffers at the end of the text, over its tokens.
@@ -61,9 +71,12 @@ pub struct Row {
 }
 
 struct Run<'a> {
-    name: String,
+    kv: &'a Kv,
+    half: bool,
     session: Session<'a>,
     measure: Measure,
+    /// The least logit correlation of a layer in the windows before.
+    logits: Option<f64>,
     time: Duration,
 }
 
@@ -79,23 +92,32 @@ pub fn run(model: &Model, text: &Text, arguments: &Arguments) -> Result<Vec<Row>
 fn run_text(model: &Model, text: &Text, arguments: &Arguments, path: &Path) -> Result<Vec<Row>> {
     let words = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let tokens = text.encode(&words)?;
-    let ctx = arguments.ctx as usize;
-    let tokens = tokens
-        .get(..ctx)
-        .ok_or_else(|| format!("{} has {} tokens, --ctx asks for {ctx}", path.display(), tokens.len()))?;
-    let others = arguments.kv.iter().filter(|kv| arguments.half || !matches!(kv, Kv::Float));
-    let others = others.map(|kv| Run::new(kv.to_string(), kv.session(model, arguments.half, arguments.form)));
-    let float = Run::new("float".into(), Kv::Float.session(model, false, arguments.form));
-    let mut runs: Vec<Run> = std::iter::once(float).chain(others).collect::<Result<_>>()?;
+    let (ctx, windows) = (arguments.ctx as usize, arguments.windows as usize);
+    let tokens = tokens.get(..ctx * windows).ok_or_else(|| {
+        format!("{} has {} tokens, {windows} windows of {ctx} were asked for", path.display(), tokens.len())
+    })?;
+    let others =
+        arguments.kv.iter().flat_map(|kv| &kv.0).filter(|kv| arguments.half || !matches!(kv, Kv::Float));
+    let float = Kv::Float;
+    let mut runs: Vec<Run> = [(&float, false)]
+        .into_iter()
+        .chain(others.map(|kv| (kv, arguments.half)))
+        .map(|(kv, half)| Run::new(model, kv, half, arguments.form))
+        .collect::<Result<_>>()?;
     let name = path.file_stem().unwrap_or_default().to_string_lossy().into_owned();
-    let bar = ProgressBar::new(ctx as u64);
-    for (i, chunk) in tokens.chunks(arguments.chunk as usize).enumerate() {
-        let targets = &tokens[(i * arguments.chunk as usize + 1).min(ctx)..];
-        step(model, &mut runs, chunk, targets)?;
-        bar.inc(chunk.len() as u64);
+    let bar = ProgressBar::new((ctx * windows) as u64);
+    for (i, window) in tokens.chunks(ctx).enumerate() {
+        if i > 0 {
+            runs.iter_mut().try_for_each(|run| run.next_window(model, arguments.form))?;
+        }
+        for (i, chunk) in window.chunks(arguments.chunk as usize).enumerate() {
+            let targets = &window[(i * arguments.chunk as usize + 1).min(ctx)..];
+            step(model, &mut runs, chunk, targets)?;
+            bar.inc(chunk.len() as u64);
+        }
     }
     bar.finish_and_clear();
-    Ok(runs.into_iter().map(|run| run.row(&name, ctx)).collect())
+    runs.into_iter().map(|run| run.row(&name, ctx, windows)).collect()
 }
 
 fn step(model: &Model, runs: &mut [Run], chunk: &[u32], targets: &[u32]) -> Result<()> {
@@ -131,26 +153,46 @@ fn step(model: &Model, runs: &mut [Run], chunk: &[u32], targets: &[u32]) -> Resu
 }
 
 impl<'a> Run<'a> {
-    fn new(name: String, session: Result<Session<'a>>) -> Result<Run<'a>> {
-        Ok(Run { name, session: session?, measure: Measure::default(), time: Duration::ZERO })
+    fn new(model: &'a Model, kv: &'a Kv, half: bool, form: Form) -> Result<Run<'a>> {
+        let session = kv.session(model, half, form)?;
+        Ok(Run { kv, half, session, measure: Measure::default(), logits: None, time: Duration::ZERO })
     }
 
-    fn row(self, text: &str, ctx: usize) -> Row {
+    fn next_window(&mut self, model: &'a Model, form: Form) -> Result<()> {
+        self.note_logits()?;
+        self.session = self.kv.session(model, self.half, form)?;
+        self.measure.next_window();
+        Ok(())
+    }
+
+    fn note_logits(&mut self) -> Result<()> {
+        if let Some(here) = self.session.worst_logit_correlation()? {
+            self.logits = Some(self.logits.map_or(here, |least| least.min(here)));
+        }
+        Ok(())
+    }
+
+    fn row(mut self, text: &str, ctx: usize, windows: usize) -> Result<Row> {
+        self.note_logits()?;
         let usage = self.session.usage();
-        let [kl_mean, kl_median, kl_p99] = self.measure.kl();
-        Row {
-            recipe: self.name,
+        let ([kl_mean, kl_median, kl_p99], [kl_least, kl_most]) = (self.measure.kl(), self.measure.spread());
+        Ok(Row {
+            recipe: self.kv.to_string(),
             text: text.into(),
             ctx,
+            windows,
             kl_mean,
+            kl_least,
+            kl_most,
             kl_median,
             kl_p99,
             same_top1: self.measure.same_top1(),
             ppl: self.measure.perplexity(),
+            logit_correlation: self.logits,
             bits_per_value: (usage.stored_values > 0)
                 .then(|| 8.0 * usage.stored_bytes as f64 / usage.stored_values as f64),
             bytes_per_token: usage.bytes as f64 / ctx as f64,
-            ms_per_token: self.time.as_secs_f64() * 1e3 / ctx as f64,
-        }
+            ms_per_token: self.time.as_secs_f64() * 1e3 / (ctx * windows) as f64,
+        })
     }
 }

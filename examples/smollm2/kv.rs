@@ -1,7 +1,7 @@
 //! `--kv`: names the caches of a model and makes one for each layer. A new kind of cache is plugged in here.
 
 use crate::Result;
-use crate::cache::{Attend, Float, Half};
+use crate::cache::{Attend, ByHead, Float, Half};
 use crate::live::Live;
 use crate::model::{Model, Session};
 use crate::rebuilt::Rebuilt;
@@ -9,13 +9,18 @@ use std::fmt;
 use std::str::FromStr;
 use turbomoq::Recipe;
 use turbomoq::graph::Graph;
+use turbomoq::policy::TierPolicy;
 
-/// The float cache, or a recipe as it was written.
+/// The float cache, or a recipe as it was written, with a tier policy behind a `|` if there is one: `best@4/4|progressive`.
 #[derive(Clone, Debug)]
 pub enum Kv {
     Float,
-    Packed { name: String, recipe: Recipe },
+    Packed { name: String, recipe: Recipe, policy: TierPolicy },
 }
+
+/// One cache, or those of a file.
+#[derive(Clone, Debug)]
+pub struct Kvs(pub Vec<Kv>);
 
 /// How a packed cache is held.
 #[derive(Clone, Copy, Debug, PartialEq, clap::ValueEnum)]
@@ -33,8 +38,24 @@ impl FromStr for Kv {
     fn from_str(text: &str) -> Result<Kv, turbomoq::Error> {
         match text {
             "float" => Ok(Kv::Float),
-            _ => Ok(Kv::Packed { name: text.into(), recipe: text.parse()? }),
+            _ => Kv::packed(text, text),
         }
+    }
+}
+
+impl FromStr for Kvs {
+    type Err = String;
+    fn from_str(text: &str) -> Result<Kvs, String> {
+        let Some(path) = text.strip_prefix('@') else {
+            return text.parse().map(|kv| Kvs(vec![kv])).map_err(|e: turbomoq::Error| e.to_string());
+        };
+        let lines = std::fs::read_to_string(path).map_err(|e| format!("{path}: {e}"))?;
+        let lines = lines.lines().map(str::trim).filter(|line| !line.is_empty() && !line.starts_with('#'));
+        let kv = |line: &str| -> Result<Kv, String> {
+            let (name, recipe) = line.rsplit_once(char::is_whitespace).unwrap_or((line, line));
+            Kv::packed(name.trim(), recipe).map_err(|e| format!("{path}: {e}"))
+        };
+        Ok(Kvs(lines.map(kv).collect::<Result<_, _>>()?))
     }
 }
 
@@ -48,16 +69,30 @@ impl fmt::Display for Kv {
 }
 
 impl Kv {
+    fn packed(name: &str, text: &str) -> Result<Kv, turbomoq::Error> {
+        let (recipe, policy) = text.split_once('|').unwrap_or((text, "none"));
+        Ok(Kv::Packed { name: name.into(), recipe: recipe.parse()?, policy: policy.parse()? })
+    }
+
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
     pub fn session<'a>(&self, model: &'a Model, half: bool, form: Form) -> Result<Session<'a>> {
-        let head_dim = model.config.head_dim as usize;
+        let (head_dim, kv_heads) = (model.config.head_dim as usize, model.config.kv_heads as usize);
         let graph = Graph::new();
         model.session(|layer| match self {
             Kv::Float => Ok(boxed(Float::default(), half)),
-            Kv::Packed { recipe, .. } => Ok(match form {
-                Form::Rebuilt => boxed(Rebuilt::new(recipe, layer, head_dim)?, half),
-                Form::Cpu => boxed(Live::cpu(recipe, layer, head_dim)?, half),
-                Form::Mlx => boxed(Live::mlx(&graph, recipe, layer, head_dim)?, half),
+            Kv::Packed { policy, .. } if form == Form::Rebuilt && *policy != TierPolicy::None => {
+                Err("tiers need the packed cache itself: --form cpu or --form mlx".into())
+            }
+            Kv::Packed { recipe, policy, .. } => Ok(match form {
+                Form::Rebuilt => {
+                    let groups = recipe.by_heads(layer, kv_heads)?.into_iter().map(|(heads, recipe)| {
+                        let cache: Box<dyn Attend> = Box::new(Rebuilt::new(&recipe, layer, head_dim)?);
+                        Ok((heads, cache))
+                    });
+                    boxed(ByHead(groups.collect::<Result<_>>()?), half)
+                }
+                Form::Cpu => boxed(Live::cpu(recipe, policy, layer, [head_dim, kv_heads])?, half),
+                Form::Mlx => boxed(Live::mlx(&graph, recipe, policy, layer, [head_dim, kv_heads])?, half),
             }),
         })
     }

@@ -5,35 +5,52 @@ use crate::cache::{Attend, Usage};
 use mlx_rs::Array;
 use turbomoq::Recipe;
 use turbomoq::attention::{Rules, Stored};
-use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cache::{HeadGroups, LayerShape, OBSERVE_EVERY};
 use turbomoq::codes::Buffer;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::graph::Graph;
 use turbomoq::mlx_ops::{get, put};
+use turbomoq::policy::TierPolicy;
 
 /// A layer's cache and the way of arrays into its engine and back.
 pub struct Live<E: Engine> {
-    cache: LayerCache<E>,
+    cache: HeadGroups<E>,
     enter: fn(&Array) -> turbomoq::Result<E::Tensor>,
     leave: fn(E::Tensor) -> turbomoq::Result<Array>,
 }
 
 impl Live<Cpu> {
     /// A cache on the CPU engine.
-    pub fn cpu(recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Cpu>> {
-        let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
-        Ok(Live { cache: LayerCache::new(Cpu, recipe, layer, shape)?, enter: get, leave: |x| put(&x) })
+    pub fn cpu(recipe: &Recipe, tiers: &TierPolicy, layer: usize, heads: [usize; 2]) -> Result<Live<Cpu>> {
+        Ok(Live { cache: cache(Cpu, recipe, tiers, layer, heads)?, enter: get, leave: |x| put(&x) })
     }
 }
 
 impl Live<Graph> {
     /// A cache on the MLX engine.
-    pub fn mlx(graph: &Graph, recipe: &Recipe, layer: usize, head_dim: usize) -> Result<Live<Graph>> {
-        let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
-        let cache = LayerCache::new(graph.clone(), recipe, layer, shape)?;
+    pub fn mlx(
+        graph: &Graph,
+        recipe: &Recipe,
+        tiers: &TierPolicy,
+        layer: usize,
+        heads: [usize; 2],
+    ) -> Result<Live<Graph>> {
+        let cache = cache(graph.clone(), recipe, tiers, layer, heads)?;
         Ok(Live { cache, enter: |x| Ok(x.clone()), leave: Ok })
     }
+}
+
+/// The cache of a layer of `heads` = channels and number of KV heads.
+fn cache<E: Engine + Clone>(
+    engine: E,
+    recipe: &Recipe,
+    tiers: &TierPolicy,
+    layer: usize,
+    [head_dim, kv_heads]: [usize; 2],
+) -> Result<HeadGroups<E>> {
+    let shape = LayerShape { key_dim: head_dim, value_dim: head_dim };
+    Ok(HeadGroups::new(engine, recipe, layer, shape, kv_heads)?.with_tiers(tiers, OBSERVE_EVERY)?)
 }
 
 impl<E: Engine + Clone> Attend for Live<E> {
@@ -44,7 +61,7 @@ impl<E: Engine + Clone> Attend for Live<E> {
 
     fn usage(&self) -> Usage {
         let mut usage = Usage { bytes: self.cache.nbytes(), ..Usage::default() };
-        for segment in self.cache.segments() {
+        for segment in self.cache.groups().flat_map(|(_, cache)| cache.segments()) {
             for side in [&segment.keys, &segment.values] {
                 if let Stored::Packed(codes) = side {
                     let [b, h, t] = codes.shape();

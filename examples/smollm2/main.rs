@@ -6,6 +6,7 @@
 //! `cargo run` sets `OPENBLAS_CORETYPE` (.cargo/config.toml); started without cargo, set it too, or OpenBLAS may run at half speed.
 
 mod cache;
+mod calibrate;
 mod eval;
 mod generate;
 mod gguf;
@@ -14,6 +15,7 @@ mod live;
 mod measure;
 mod model;
 mod rebuilt;
+mod sensitivity;
 mod show;
 mod tokenizer;
 
@@ -41,6 +43,8 @@ struct Cli {
 enum Command {
     /// Answer a question
     Generate(generate::Arguments),
+    /// What noise costs at every head, as a table for `turbomoq plan`
+    Calibrate(calibrate::Arguments),
     /// Perplexity of texts, on the float cache and on any other
     Perplexity(eval::Arguments),
     /// What recipes do to the next-token distribution, against the float cache
@@ -61,6 +65,7 @@ fn run(cli: &Cli) -> Result<()> {
     let (model, text) = (model::Model::new(&gguf)?, tokenizer::Text::new(&gguf)?);
     match &cli.command {
         Command::Generate(arguments) => generate::run(&model, &text, arguments)?,
+        Command::Calibrate(arguments) => calibrate::run(&model, &text, arguments)?,
         Command::Perplexity(arguments) => {
             for row in eval::run(&model, &text, arguments)? {
                 println!("{} {} {:.4} ({:.2} ms a token)", row.text, row.recipe, row.ppl, row.ms_per_token);

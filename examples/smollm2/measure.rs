@@ -16,10 +16,12 @@ struct Row<'a> {
     top: usize,
 }
 
-/// Sums over positions.
+/// Sums over positions, which come window by window.
 #[derive(Default)]
 pub struct Measure {
     kl: Vec<f64>,
+    /// Positions before each window but the first.
+    borders: Vec<usize>,
     same: usize,
     loss: f64,
 }
@@ -54,6 +56,23 @@ impl Measure {
             self.same += usize::from(a.top == b.top);
             self.loss += b.log_z - f64::from(b.logits[*target as usize]);
         }
+    }
+
+    /// Says that the positions from here on belong to another window.
+    pub fn next_window(&mut self) {
+        self.borders.push(self.kl.len());
+    }
+
+    /// The least and the greatest mean KL of a window.
+    pub fn spread(&self) -> [f64; 2] {
+        let ends = self.borders.iter().copied().chain([self.kl.len()]);
+        let mut start = 0;
+        ends.fold([f64::INFINITY, f64::NEG_INFINITY], |[least, most], end| {
+            let window = &self.kl[start..end];
+            start = end;
+            let mean = window.iter().sum::<f64>() / window.len() as f64;
+            [least.min(mean), most.max(mean)]
+        })
     }
 
     /// Mean, median and 99th percentile of the KL divergence, in nats.

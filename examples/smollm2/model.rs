@@ -117,20 +117,37 @@ fn rows_for_halves(weight: &Array, heads: i32) -> Result<Array> {
 impl Session<'_> {
     /// Runs the next tokens: their final states [n, width], evaluated.
     pub fn states(&mut self, tokens: &[u32]) -> Result<Array> {
+        let states = self.forward(tokens)?;
+        transforms::eval([&states])?;
+        Ok(states)
+    }
+
+    /// Runs the next tokens lazily: their logits [n, vocabulary].
+    pub fn trace(&mut self, tokens: &[u32]) -> Result<Array> {
+        Ok(matmul(self.forward(tokens)?, self.model.embedding.t())?)
+    }
+
+    fn forward(&mut self, tokens: &[u32]) -> Result<Array> {
         let (model, length) = (self.model, tokens.len() as i32);
         let mut x = model.embedding.take_axis(Array::from_slice(tokens, &[length]), 0)?;
         for (layer, cache) in model.layers.iter().zip(&mut self.caches) {
             x = layer.forward(&model.config, &x, cache.as_mut(), self.position)?;
         }
         self.position += length;
-        let states = rms_norm(&x, Some(&model.norm), model.config.eps)?;
-        transforms::eval([&states])?;
-        Ok(states)
+        Ok(rms_norm(&x, Some(&model.norm), model.config.eps)?)
     }
 
     /// Tokens seen.
     pub fn position(&self) -> usize {
         self.position as usize
+    }
+
+    /// The least logit correlation of a layer, see [`Attend::logit_correlation`].
+    pub fn worst_logit_correlation(&self) -> Result<Option<f64>> {
+        self.caches.iter().try_fold(None, |least: Option<f64>, cache| {
+            let here = cache.logit_correlation()?;
+            Ok(least.map_or(here, |least| here.map(|x| x.min(least)).or(Some(least))))
+        })
     }
 
     /// What the buffers of all layers hold.

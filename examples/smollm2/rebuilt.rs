@@ -7,8 +7,8 @@
 
 use crate::Result;
 use crate::cache::{Attend, Usage, attention};
-use mlx_rs::Array;
-use mlx_rs::ops::concatenate;
+use mlx_rs::ops::{concatenate, matmul};
+use mlx_rs::{Array, Dtype};
 use std::sync::Arc;
 use turbomoq::codec::Codec;
 use turbomoq::codes::Frame;
@@ -17,12 +17,19 @@ use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::mlx_ops::{get, put, slice};
 use turbomoq::spec::Side;
-use turbomoq::tensor::Dtype;
 use turbomoq::{Compressor, Recipe, Tensor};
+
+/// Queries by which exact and decoded keys are compared.
+const NEWEST: usize = 32;
 
 /// The cache of one layer.
 pub struct Rebuilt {
     sides: [Store; 2],
+    /// Queries so far, until the frames are made from the first block and them.
+    queries: Option<Array>,
+    /// Exact keys of packed tokens and the newest queries, for [`Attend::logit_correlation`].
+    exact_keys: Option<Array>,
+    newest: Option<Array>,
     sinks: usize,
     window: usize,
     tile: usize,
@@ -56,7 +63,8 @@ impl Rebuilt {
             })
         };
         let sides = [store(Side::Key)?, store(Side::Value)?];
-        Ok(Rebuilt { sides, sinks: recipe.sinks, window: recipe.window, tile: recipe.tile() })
+        let (sinks, window, tile) = (recipe.sinks, recipe.window, recipe.tile());
+        Ok(Rebuilt { sides, queries: None, exact_keys: None, newest: None, sinks, window, tile })
     }
 
     fn waiting(&self) -> usize {
@@ -64,7 +72,11 @@ impl Rebuilt {
     }
 
     fn leave(&mut self, tokens: usize) -> Result<()> {
-        self.sides.iter_mut().try_for_each(|side| side.leave(tokens))
+        if let Some(tail) = self.sides[0].tail.as_ref().filter(|_| tokens > 0) {
+            join(&mut self.exact_keys, slice(tail, 2, 0, tokens)?)?;
+        }
+        let queries = self.queries.take_if(|_| tokens > 0);
+        self.sides.iter_mut().try_for_each(|side| side.leave(tokens, queries.as_ref()))
     }
 }
 
@@ -83,10 +95,32 @@ impl Attend for Rebuilt {
                 self.leave(self.waiting() / self.tile * self.tile)?;
             }
             let [keys, values] = [self.sides[0].whole()?, self.sides[1].whole()?];
-            parts.push(attention(&slice(q, 2, done, end)?, &keys, &values, scale)?);
+            let q = slice(q, 2, done, end)?;
+            parts.push(attention(&q, &keys, &values, scale)?);
+            if self.exact_keys.is_none() {
+                join(&mut self.queries, q)?;
+            }
             done = end;
         }
+        self.newest = Some(slice(q, 2, tokens.saturating_sub(NEWEST), tokens)?);
         Ok(concatenate(&parts, 2)?)
+    }
+
+    fn logit_correlation(&self) -> Result<Option<f64>> {
+        let (Some(q), Some(exact), Some(body)) = (&self.newest, &self.exact_keys, &self.sides[0].body) else {
+            return Ok(None);
+        };
+        let [groups, dim] = [q.shape()[1] / exact.shape()[1], q.shape()[3]];
+        let folded = q.reshape(&[exact.shape()[1], groups * q.shape()[2], dim])?;
+        let scores = |keys: &Array| -> Result<Array> {
+            let keys = keys.as_dtype(Dtype::Float32)?.squeeze_axes(&[0])?;
+            let scores = matmul(&folded, keys.transpose_axes(&[0, 2, 1])?)?;
+            Ok(scores.subtract(scores.mean_axis(-1, true)?)?)
+        };
+        let (a, b) = (scores(exact)?, scores(body)?);
+        let dot = |a: &Array, b: &Array| -> Result<Array> { Ok(a.multiply(b)?.sum_axis(-1, false)?) };
+        let norms = dot(&a, &a)?.multiply(dot(&b, &b)?)?.sqrt()?.add(Array::from_f32(f32::MIN_POSITIVE))?;
+        Ok(Some(dot(&a, &b)?.divide(norms)?.mean(false)?.item_exact::<f32>().into()))
     }
 
     fn usage(&self) -> Usage {
@@ -103,7 +137,7 @@ impl Store {
     }
 
     /// Packs the oldest tokens of the tail.
-    fn leave(&mut self, tokens: usize) -> Result<()> {
+    fn leave(&mut self, tokens: usize, queries: Option<&Array>) -> Result<()> {
         let Some(tail) = self.tail.take_if(|_| tokens > 0) else { return Ok(()) };
         let oldest = slice(&tail, 2, 0, tokens)?;
         join(&mut self.tail, slice(&tail, 2, tokens, tail.shape()[2] as usize)?)?;
@@ -112,14 +146,15 @@ impl Store {
         let frame = match &self.frame {
             Some(frame) => frame.clone(),
             None => {
-                let frame = Cpu.frame(codec, self.centred, &oldest, None)?;
+                let queries = queries.map(get).transpose()?;
+                let frame = Cpu.frame(codec, self.centred, &oldest, queries.as_ref())?;
                 self.packed_bytes += frame.nbytes();
                 self.frame.insert(frame).clone()
             }
         };
         let codes = Cpu.encode(codec, frame, &oldest)?;
         self.packed_bytes += codes.words().nbytes() + codes.scales().nbytes();
-        join(&mut self.body, put(&Cpu.decode(&codes, Dtype::F32)?)?)
+        join(&mut self.body, put(&Cpu.decode(&codes, turbomoq::Dtype::F32)?)?)
     }
 
     /// All tokens, as attention reads them.

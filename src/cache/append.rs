@@ -108,6 +108,19 @@ impl<E: Engine + Clone> LayerCache<E> {
         std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
     }
 
+    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`LayerCache::append`] are not known.
+    pub(super) fn keep_queries(&mut self, queries: &E::Tensor) -> Result<()> {
+        let wanted = self.frame_codecs()[0].as_ref().is_some_and(|codec| codec.spec().equalised);
+        if self.frames.is_none() && wanted {
+            let all = match self.queries.take() {
+                Some(before) => E::Tensor::concat(2, &[before, queries.clone()])?,
+                None => self.engine.compact(queries)?,
+            };
+            self.queries = Some(all);
+        }
+        Ok(())
+    }
+
     /// Packs the oldest block of the window.
     fn flush(&mut self) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
@@ -116,11 +129,14 @@ impl<E: Engine + Clone> LayerCache<E> {
             Some(frames) => frames.clone(),
             None => {
                 let codecs = self.frame_codecs();
-                let frame = |codec: &Option<Arc<Codec>>, centred: bool, block: &E::Tensor| match codec {
-                    Some(codec) => self.engine.frame(codec, centred, block, None),
+                let frame = |side: usize, block: &E::Tensor| match &codecs[side] {
+                    Some(codec) if side == 0 => {
+                        self.engine.frame(codec, self.recipe.centred, block, self.queries.as_ref())
+                    }
+                    Some(codec) => self.engine.frame(codec, false, block, None),
                     None => Ok(Frame::default()),
                 };
-                [frame(&codecs[0], self.recipe.centred, &keys)?, frame(&codecs[1], false, &values)?]
+                [frame(0, &keys)?, frame(1, &values)?]
             }
         };
         let start = self.offset - self.window_len;
@@ -142,6 +158,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.window = Some(moved);
         self.window_len -= BLOCK;
         self.frames = Some(frames);
+        self.queries = None;
         self.body = body;
         if let Some(tiers) = &mut self.tiers {
             tiers.blocks = blocks;

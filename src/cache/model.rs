@@ -41,7 +41,7 @@ impl<E: Engine + Clone> KvCache<E> {
             return Err(Error::Unsupported { field: "exempt", value: bad.to_string(), reason });
         }
         KvCache::with_recipes(engine, shapes, |ordinal| match exempt.contains(&ordinal) {
-            true => Recipe { key: None, value: None, ..*recipe },
+            true => Recipe { key: None, value: None, ..recipe.clone() },
             false => recipe.clone(),
         })
     }

@@ -31,7 +31,7 @@ pub struct Part {
 pub struct LayerReport {
     /// The segments in token order.
     pub parts: Vec<Part>,
-    /// Bytes of tables: frames and calibrated levels.
+    /// Bytes of tables: frames, calibrated levels, and the queries from which gains are yet to be made.
     pub table_bytes: usize,
     /// Position of the next token.
     pub offset: usize,
@@ -65,7 +65,10 @@ impl<E: Engine + Clone> LayerCache<E> {
 
     fn table_bytes(&self) -> usize {
         let frames: usize = self.frames.iter().flatten().map(Frame::nbytes).sum();
-        frames + self.codecs.iter().flatten().filter_map(|c| c.fitted()).map(|l| 4 * l.len()).sum::<usize>()
+        let queries = self.queries.as_ref().map_or(0, E::Tensor::nbytes);
+        frames
+            + queries
+            + self.codecs.iter().flatten().filter_map(|c| c.fitted()).map(|l| 4 * l.len()).sum::<usize>()
     }
 
     /// What the cache holds, segment by segment.

@@ -15,6 +15,8 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// The engine's own; the cache is then as it was.
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let n = n.min(self.offset);
+        let queries = self.queries.as_ref().filter(|q| q.shape()[2] > n);
+        let queries = queries.map(|q| q.slice(2, 0, q.shape()[2] - n)).transpose()?;
         let target = self.offset - n;
         let from_window = n.min(self.window_len);
         let mut body = self.body.clone();
@@ -46,6 +48,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             }
         }
         self.body = body;
+        self.queries = queries;
         self.window_len -= from_window;
         self.sinks_len = self.sinks_len.min(target);
         self.offset = target;

@@ -3,6 +3,8 @@
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
 mod bench;
+mod budget;
+mod calibrate;
 mod compare;
 mod compress;
 mod inspect;
@@ -41,7 +43,9 @@ enum Command {
     Verify(verify::Arguments),
     /// Compare recipes on one prompt cache
     Compare(compare::Arguments),
-    /// Show what a tier policy decides, and what that costs
+    /// Score the heads of a prompt cache, as a table for `plan --budget`
+    Calibrate(calibrate::Arguments),
+    /// Show what a tier policy decides and what that costs, or how a budget is spread over heads
     Plan(plan::Arguments),
     /// Time a decode step on this machine: engines x recipes x lengths
     Bench(bench::Arguments),
@@ -121,6 +125,7 @@ pub fn run() -> ExitCode {
         Command::Inspect(arguments) => inspect::run(&arguments),
         Command::Verify(arguments) => verify::run(&arguments),
         Command::Compare(arguments) => compare::run(&arguments),
+        Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
         Command::Recipes => {

@@ -1,13 +1,13 @@
-//! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes.
+//! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes; with `--budget`, how
+//! bits are spread over heads.
 
-use super::{RecipeArguments, bytes, print_json, table};
+use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
 use turbomoq::cache::{LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, Plan, PlanPart};
 use turbomoq::cpu::Cpu;
 use turbomoq::policy::{ModelShape, TierPolicy};
-use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::rng::Rng;
 use turbomoq::{Dtype, Error, Result, Tensor};
 
@@ -42,6 +42,8 @@ pub struct Arguments {
     /// Fill a CPU cache of one layer with random tokens and show what it really holds
     #[arg(long)]
     measure: bool,
+    #[command(flatten)]
+    budget: budget::Arguments,
     /// Print as JSON
     #[arg(long)]
     json: bool,
@@ -77,6 +79,9 @@ struct Measured {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let recipe = arguments.recipe.recipe()?;
+    if let Some(bits) = arguments.budget.budget {
+        return budget::run(arguments.input.as_deref(), &recipe, bits, &arguments.budget, arguments.json);
+    }
     let policy: TierPolicy = arguments.policy.parse()?;
     let (shape, tokens) = shape(arguments)?;
     let plan = Plan::new(&recipe, &policy, &shape)?;
@@ -122,21 +127,8 @@ fn shape(arguments: &Arguments) -> Result<(ModelShape, usize)> {
             (ModelShape { layers, kv_heads, key_dim: d, value_dim: d }, given(131_072))
         }
         Some(path) => {
-            let cache = PromptCache::read(path)?;
-            let kv: Vec<_> = cache
-                .layers
-                .iter()
-                .filter_map(|layer| match layer {
-                    Layer::Kv { kv: Some(kv), .. } => Some((kv.keys.shape(), kv.values.shape())),
-                    _ => None,
-                })
-                .collect();
-            let Some((k, v)) = kv.first() else {
-                let detail = "no layer with plain keys and values".into();
-                return Err(Error::Format { path: path.clone(), detail });
-            };
-            let shape = ModelShape { layers: kv.len(), kv_heads: k[1], key_dim: k[3], value_dim: v[3] };
-            (shape, given(k[2]))
+            let (layers, shape) = calibrate::plain_layers(path)?;
+            (shape, given(layers[0].0.shape()[2]))
         }
     };
     for (field, n) in [("tokens", tokens), ("layers", shape.layers), ("kv_heads", shape.kv_heads)] {
