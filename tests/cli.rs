@@ -249,7 +249,8 @@ fn a_full_disk_leaves_the_old_file() {
 #[test]
 fn bench_checks_before_it_times_and_draws_what_it_timed() {
     let place = Place::new();
-    let sizes = "bench --recipes turbomoq@4 best@3 --tokens 300 40 --heads 1 --group 2 --head-dim 64 --budget-ms 1";
+    let sizes =
+        "bench --recipes turbomoq@4 best@3 --tokens 300 40 --heads 1 --group 2 --head-dim 64 --budget-ms 1";
     let output = place.json(&format!("{sizes} --svg times.svg"));
     let list = |name: &str| output[name].as_array().unwrap().clone();
     let engines = if cfg!(feature = "mlx") { 2 } else { 1 };

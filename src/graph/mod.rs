@@ -62,12 +62,17 @@ type TableKey = (CodecSpec, Vec<u32>);
 impl Graph {
     /// An engine on MLX's default device, with fused kernels where its GPU has them.
     pub fn new() -> Graph {
-        Graph { tables: Rc::default(), kernels: Rc::new(Kernels::current()) }
+        Graph::with_kernels(Kernels::current())
+    }
+
+    /// An engine with given kernels.
+    pub fn with_kernels(kernels: Kernels) -> Graph {
+        Graph { tables: Rc::default(), kernels: Rc::new(kernels) }
     }
 
     /// An engine that uses no kernels of its own, only MLX's operations.
     pub fn plain() -> Graph {
-        Graph { tables: Rc::default(), kernels: Rc::default() }
+        Graph::with_kernels(Kernels::default())
     }
 
     fn tables(&self, codec: &Codec) -> Result<Rc<Tables>> {

@@ -18,7 +18,7 @@ pub struct Input {
 }
 
 impl Input {
-    fn new(element: Element, shape: &[usize], bytes: Vec<u8>) -> Input {
+    pub fn new(element: Element, shape: &[usize], bytes: Vec<u8>) -> Input {
         let mut strides = vec![1i64; shape.len()];
         for i in (1..shape.len()).rev() {
             strides[i - 1] = strides[i] * shape[i] as i64;
@@ -86,7 +86,7 @@ impl Call {
         values.chain(types.map(|e| type_name(e).to_string())).collect::<Vec<_>>().join(", ")
     }
 
-    fn key(&self) -> String {
+    pub fn key(&self) -> String {
         format!("tm_{}<{}>", self.launch.source.name, self.arguments())
     }
 

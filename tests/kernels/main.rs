@@ -6,5 +6,7 @@ mod common;
 mod attention;
 mod bench;
 mod encoding;
+#[cfg(feature = "mlx")]
+mod graph;
 mod mutations;
 mod signature;
