@@ -179,7 +179,7 @@ fn rows(shape: [usize; 4], stream: u64, dtype: Dtype) -> Result<Tensor> {
 
 /// A cache of `tokens` random tokens; every layer of a model has one.
 fn cache(a: &Arguments, recipe: Option<&Recipe>, tokens: usize, dtype: Dtype) -> Result<LayerCache<Cpu>> {
-    let exact = Recipe { key: None, value: None, centred: false, sinks: 0, window: 0 };
+    let exact = Recipe::preset("uniform", 16.0, 16.0)?;
     let shape = LayerShape { key_dim: a.head_dim, value_dim: a.head_dim };
     let mut cache = LayerCache::new(Cpu, recipe.unwrap_or(&exact), 0, shape)?;
     for start in (0..tokens).step_by(PIECE) {
