@@ -202,35 +202,35 @@ TM_INLINE float tm_group_sum(float x, P scratch, int lane, int simd, int simds) 
 // Coordinate `thread` of the Walsh-Hadamard transform of runs of DIM / ORDER, then of the factor of order ORDER. Steps inside a
 // simdgroup are shuffles; `a` and `b` take turns for the rest.
 template <int DIM, int ORDER, typename P, typename F>
-TM_INLINE float tm_hadamard(float x, P a, P b, F factor, int thread) {
+TM_INLINE float tm_hadamard(float x, P a, P b, F factor, int tid) {
   constexpr int RUN = DIM / ORDER;
   TM_UNROLL
   for (int h = 1; h < 32 && h < RUN; h *= 2) {
     const float other = tm_shuffle_xor(x, h);
-    x = (thread & h) != 0 ? other - x : x + other;
+    x = (tid & h) != 0 ? other - x : x + other;
   }
   bool odd = false;
   for (int h = 32; h < RUN; h *= 2) {
-    if (thread < DIM) {
-      if (odd) b[thread] = x; else a[thread] = x;
+    if (tid < DIM) {
+      if (odd) b[tid] = x; else a[tid] = x;
     }
     TM_BARRIER();
-    if (thread < DIM) {
-      const float other = odd ? b[thread ^ h] : a[thread ^ h];
-      x = (thread & h) != 0 ? other - x : x + other;
+    if (tid < DIM) {
+      const float other = odd ? b[tid ^ h] : a[tid ^ h];
+      x = (tid & h) != 0 ? other - x : x + other;
     }
     odd = !odd;
   }
   if (ORDER > 1) {
-    if (thread < DIM) {
-      if (odd) b[thread] = x; else a[thread] = x;
+    if (tid < DIM) {
+      if (odd) b[tid] = x; else a[tid] = x;
     }
     TM_BARRIER();
-    if (thread < DIM) {
+    if (tid < DIM) {
       float sum = 0.0f;
       for (int j = 0; j < ORDER; ++j) {
-        const float entry = factor[thread / RUN * ORDER + j];
-        sum += entry * (odd ? b[j * RUN + thread % RUN] : a[j * RUN + thread % RUN]);
+        const float entry = factor[tid / RUN * ORDER + j];
+        sum += entry * (odd ? b[j * RUN + tid % RUN] : a[j * RUN + tid % RUN]);
       }
       x = sum;
     }

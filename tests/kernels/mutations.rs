@@ -106,8 +106,8 @@ fn broken_encoders_fail() {
             &scalar,
             (
                 "common",
-                "const float entry = factor[thread / RUN * ORDER + j];",
-                "const float entry = factor[j * ORDER + thread / RUN];",
+                "const float entry = factor[tid / RUN * ORDER + j];",
+                "const float entry = factor[j * ORDER + tid / RUN];",
             ),
         ),
         (
@@ -119,8 +119,8 @@ fn broken_encoders_fail() {
             &trellis,
             (
                 "common",
-                "TM_BARRIER();\n    if (thread < DIM) {\n      const float other",
-                "if (thread < DIM) {\n      const float other",
+                "TM_BARRIER();\n    if (tid < DIM) {\n      const float other",
+                "if (tid < DIM) {\n      const float other",
             ),
         ),
         (

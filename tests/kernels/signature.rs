@@ -175,6 +175,14 @@ fn identifiers(text: &str) -> impl Iterator<Item = &str> {
     text.split(|c: char| !c.is_alphanumeric() && c != '_').filter(|w| !w.is_empty())
 }
 
+/// These are words of Metal, which no name may be. And a pointer with an address space of its own would not take an input that is small
+/// enough for the other one.
+fn no_address_space(name: &str, code: &str) {
+    for space in ["device", "constant", "threadgroup", "thread", "kernel", "vertex", "fragment"] {
+        assert!(!identifiers(code).any(|w| w == space), "{name}: the word {space}");
+    }
+}
+
 #[test]
 fn arguments_are_declared_where_they_are_meant_and_nowhere_else() {
     for source in SOURCES {
@@ -204,11 +212,14 @@ fn arguments_are_declared_where_they_are_meant_and_nowhere_else() {
         if words.contains(&"tm_ballot") {
             assert!(words.contains(&"thread_index_in_simdgroup"), "{}", source.name);
         }
-        // A pointer with an address space of its own would not take an input that is small enough for the other one.
-        for space in ["device", "constant", "threadgroup", "thread"] {
-            assert!(!identifiers(&code).any(|w| w == space), "{}: the word {space}", source.name);
-        }
+        no_address_space(source.name, &code);
     }
+    let header = header(Device::Cpu);
+    let common = &header[header.find("// What the kernels share").expect("common.h")..];
+    no_address_space(
+        "common",
+        &common.lines().flat_map(|l| [l.split("//").next().unwrap(), "\n"]).collect::<String>(),
+    );
     for call in calls() {
         let (inputs, _) = arguments(&call);
         for i in inputs {
