@@ -95,18 +95,14 @@ impl Config {
         let ([gx, gy, gz], [tx, ty, tz]) =
             (launch.grid.map(|n| n as c_int), launch.group.map(|n| n as c_int));
         // SAFETY: the handle is valid; sizes are plain numbers.
-        done(
-            unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, gx, gy, gz) },
-            "setting the grid",
-        )?;
+        let status = unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_grid(config.0, gx, gy, gz) };
+        done(status, "setting the grid")?;
         // SAFETY: as above.
         let status = unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_thread_group(config.0, tx, ty, tz) };
         done(status, "setting the block")?;
         // SAFETY: as above.
-        done(
-            unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_verbose(config.0, false) },
-            "setting the options",
-        )?;
+        let status = unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_verbose(config.0, false) };
+        done(status, "setting the options")?;
         for (name, value) in &launch.template {
             let name = text(name)?;
             // SAFETY: the name outlives the call, and mlx-c copies it.

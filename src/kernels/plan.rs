@@ -117,7 +117,7 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
         ("VDIM", int(values.dim)),
         ("GQA", int(gqa)),
     ];
-    let rows = vec![pass.batch, pass.heads * pass.group, pass.queries, shares];
+    let rows = [pass.batch, pass.heads * pass.group, pass.queries, shares];
     let group = [WIDTH, units * stripes, 1];
     let launch = Launch {
         source: &ATTEND,
