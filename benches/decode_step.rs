@@ -1,7 +1,6 @@
-//! One decode step of attention on the CPU engine: 32 query heads on 8 KV heads of 128 channels, packed caches beside the same
-//! driver on exact fp16 rows, and the read bandwidth of the same run. First a table of minima, then criterion on the same cases.
+//! One decode step of attention, 32 query heads on 8 KV heads of 128 channels: packed caches beside the same engine on exact fp16
+//! rows, and the read bandwidth of the same run. Shortest of many runs each; `--json` gives one object a line.
 
-use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use half::f16;
 use rayon::prelude::*;
 use std::hint::black_box;
@@ -10,6 +9,8 @@ use std::time::{Duration, Instant};
 use turbomoq::Tensor;
 use turbomoq::attention::{Rules, Segment, Stored};
 use turbomoq::codec::Codec;
+#[cfg(feature = "mlx")]
+use turbomoq::codes::Codes;
 use turbomoq::codes::Frame;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
@@ -19,7 +20,7 @@ use turbomoq::spec::{CodecSpec, Grid};
 const HEADS: usize = 8;
 const DIM: usize = 128;
 /// Tokens of a segment, as the cache joins them.
-const SEGMENT: usize = 4096;
+const SEGMENT: usize = 1024;
 
 fn vectors(shape: [usize; 4], stream: u64) -> Tensor {
     let mut rng = Rng::new(1, stream);
@@ -89,44 +90,91 @@ fn cases() -> Vec<(String, Option<CodecSpec>, bool)> {
     cases
 }
 
-fn steps(c: &mut Criterion) {
-    let threads = rayon::current_num_threads();
-    let speed = bandwidth();
-    println!("{threads} threads, {speed:.1} GB/s read; ns per key of a KV head (its value included)");
+/// One line of the table.
+struct Line {
+    engine: &'static str,
+    name: String,
+    tokens: usize,
+    time: Duration,
+    bytes: usize,
+}
+
+fn cpu(tokens: usize, lines: &mut Vec<Line>) {
     let q = vectors([1, 32, 1, DIM], 999);
     let rules = |exact| Rules { exact, ..Rules::causal((DIM as f32).powf(-0.5)) };
-    for tokens in [2048, 32768] {
-        let cases: Vec<_> =
-            cases().into_iter().map(|(n, spec, exact)| (n, cache(tokens, spec), rules(exact))).collect();
-        // In rounds, so that what else the machine does at a time meets every case.
-        let mut times = vec![Duration::MAX; cases.len()];
-        for _ in 0..if tokens < 10_000 { 60 } else { 10 } {
-            for (time, (_, segments, rules)) in times.iter_mut().zip(&cases) {
-                *time = least(3, || Cpu.attend(segments, &q, rules).expect("attend")).min(*time);
-            }
+    let cases: Vec<_> =
+        cases().into_iter().map(|(n, spec, exact)| (n, cache(tokens, spec), rules(exact))).collect();
+    // In rounds, so that what else the machine does at a time meets every case.
+    let mut times = vec![Duration::MAX; cases.len()];
+    for _ in 0..if tokens < 10_000 { 60 } else { 10 } {
+        for (time, (_, segments, rules)) in times.iter_mut().zip(&cases) {
+            *time = least(3, || Cpu.attend(segments, &q, rules).expect("attend")).min(*time);
         }
-        let keys = (tokens * HEADS) as f64;
-        for (time, (name, segments, _)) in times.iter().zip(&cases) {
-            println!(
-                "T {tokens:5} {name:16} {:8.3} ms {:6.1} ns a key, bandwidth limit {:5.1}, {:5.2} x fp16",
-                time.as_secs_f64() * 1e3,
-                time.as_nanos() as f64 / keys,
-                bytes(segments) as f64 / speed / keys,
-                times[0].as_secs_f64() / time.as_secs_f64()
-            );
-        }
-        let mut group = c.benchmark_group(format!("decode-step-{tokens}"));
-        group
-            .sample_size(10)
-            .warm_up_time(Duration::from_millis(200))
-            .measurement_time(Duration::from_secs(1));
-        group.throughput(Throughput::Elements((tokens * HEADS) as u64));
-        for (name, segments, rules) in &cases {
-            let step = || Cpu.attend(segments, &q, rules).expect("attend");
-            group.bench_function(BenchmarkId::from_parameter(name), |b| b.iter(step));
-        }
+    }
+    for (time, (name, segments, _)) in times.into_iter().zip(cases) {
+        lines.push(Line { engine: "cpu", name, tokens, time, bytes: bytes(&segments) });
     }
 }
 
-criterion_group!(benches, steps);
-criterion_main!(benches);
+#[cfg(feature = "mlx")]
+fn graph(tokens: usize, lines: &mut Vec<Line>) {
+    use turbomoq::graph::Graph;
+    use turbomoq::mlx_ops::evaluate;
+    let engine = Graph::new();
+    let put = |t: &Tensor| engine.put(t).expect("put");
+    let side = |s: &Stored<Tensor>| match s {
+        Stored::Exact { rows, len } => Stored::Exact { rows: put(rows), len: *len },
+        Stored::Packed(codes) => {
+            let (words, scales) = (put(codes.words()), put(codes.scales()));
+            Stored::Packed(Codes::new(codes.codec().clone(), Frame::default(), words, scales).expect("codes"))
+        }
+    };
+    let q = put(&vectors([1, 32, 1, DIM], 999));
+    let rules = Rules::causal((DIM as f32).powf(-0.5));
+    let spec = |bits, grid| Some(CodecSpec::new(DIM, bits, grid));
+    for (name, spec) in
+        [("fp16", None), ("uniform-4", spec(4, Grid::Uniform)), ("lloyd-4", spec(4, Grid::Lloyd))]
+    {
+        let host = cache(tokens, spec);
+        let segments: Vec<_> = host
+            .iter()
+            .map(|s| Segment { start: s.start, keys: side(&s.keys), values: side(&s.values) })
+            .collect();
+        let step = || evaluate(&[&engine.attend(&segments, &q, &rules).expect("attend")]).expect("evaluate");
+        let times = if tokens < 10_000 { 20 } else { 5 };
+        let (name, time) = (name.to_string(), least(times, step));
+        lines.push(Line { engine: "mlx", name, tokens, time, bytes: bytes(&host) });
+    }
+}
+
+fn main() {
+    let json = std::env::args().any(|a| a == "--json");
+    let threads = rayon::current_num_threads();
+    let mut lines = vec![];
+    let before = bandwidth();
+    for tokens in [2048, 32768] {
+        cpu(tokens, &mut lines);
+        #[cfg(feature = "mlx")]
+        graph(tokens, &mut lines);
+    }
+    let speed = bandwidth().max(before);
+    if !json {
+        println!("{threads} threads, {speed:.1} GB/s read; ns per key of a KV head (its value included)");
+    }
+    for line in &lines {
+        let keys = (line.tokens * HEADS) as f64;
+        let (ms, ns) = (line.time.as_secs_f64() * 1e3, line.time.as_nanos() as f64 / keys);
+        let (limit, Line { engine, name, tokens, .. }) = (line.bytes as f64 / speed / keys, line);
+        let exact = lines.iter().find(|l| l.engine == *engine && l.tokens == *tokens && l.name == "fp16");
+        let ratio = exact.map_or(f64::NAN, |l| l.time.as_secs_f64() / line.time.as_secs_f64());
+        if json {
+            println!(
+                "{{\"engine\":\"{engine}\",\"name\":\"{name}\",\"tokens\":{tokens},\"ms\":{ms},\"ns\":{ns},\"limit\":{limit}}}"
+            );
+        } else {
+            println!(
+                "T {tokens:5} {engine} {name:16} {ms:8.3} ms {ns:6.1} ns a key, bandwidth limit {limit:5.1}, {ratio:5.2} x fp16"
+            );
+        }
+    }
+}

@@ -1,7 +1,9 @@
-"""Quantize and dequantize of one layer's keys, (1, 8, 2048, 128) in fp16, by three peers and by turbomoq, in one run.
+"""Three peers and turbomoq in one run: quantize and dequantize of one layer's keys, (1, 8, 2048, 128) in fp16, and with
+`--decode` one step of attention, 32 query heads on 8 KV heads of 128 channels at 4 bits.
 
     python3 -m venv peers && peers/bin/pip install mlx-lm==0.32.2 mlx-vlm==0.7.10 turboquant-mlx-full==0.30.0
     cargo build --release && peers/bin/python benches/peers.py
+    peers/bin/python benches/peers.py --decode 2048
 
 On Linux add `mlx[cpu]` to the packages. Prints a Markdown table: bytes an element with everything that is stored, mean cosine of a
 vector, best time of several runs, and the time as a multiple of turbomoq's CPU engine at the same bits (above 1: slower).
@@ -104,6 +106,58 @@ def ours(binary, file, recipe, engine, runs=5):
     return encode, decode, size, float(np.mean([row["cosine"] for row in reports[0]["layers"]]))
 
 
+def peer_steps(tokens, bits=4):
+    """Attention of one token: MLX on fp16 rows, mlx-lm on its quantized cache, mlx-vlm on its packed one."""
+    from mlx_lm.models.base import scaled_dot_product_attention
+    from mlx_lm.models.cache import QuantizedKVCache
+    from mlx_vlm.turboquant import TurboQuantKVCache
+
+    rng = np.random.default_rng(0)
+    array = lambda heads, n: mx.array(rng.standard_normal((1, heads, n, 128)).astype(np.float16))
+    q, k, v = array(32, 1), array(8, tokens), array(8, tokens)
+    scale = 128**-0.5
+    mx.eval(q, k, v)
+    quantized = QuantizedKVCache(group_size=64, bits=bits)
+    keys, values = quantized.update_and_fetch(k, v)
+    mx.eval(keys, values)
+    packed = TurboQuantKVCache(bits=float(bits))
+    packed.update_and_fetch(k, v)
+    mx.eval(packed.state)
+    return {
+        f"MLX {version('mlx')} fp16": lambda: mx.fast.scaled_dot_product_attention(q, k, v, scale=scale),
+        f"mlx-lm {version('mlx-lm')} quantized": lambda: scaled_dot_product_attention(
+            q, keys, values, quantized, scale=scale, mask=None
+        ),
+        f"mlx-vlm {version('mlx-vlm')} packed": lambda: packed.decode_attention(q, scale=scale),
+    }
+
+
+def decode(root, lengths):
+    """Steps of ours before and after those of the peers; the shorter counts."""
+    command = ["cargo", "bench", "-q", "--bench", "decode_step", "--", "--json"]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
+
+    def ours():
+        done = subprocess.run(command, capture_output=True, text=True, env=env, cwd=root)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)}: {done.stderr}")
+        return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+    first = ours()
+    times = {n: {name: best(step, 3.0)[0] for name, step in peer_steps(n).items()} for n in lengths}
+    mine = [a if a["ms"] < b["ms"] else b for a, b in zip(first, ours())]
+    for n in lengths:
+        mlx, quantized, packed = times[n].values()
+        print(f"\nOne step at {n} tokens, {os.cpu_count()} CPUs, {mx.default_device()}; columns: times slower than ours\n")
+        print("| what | ms | ns a key | bandwidth limit | MLX fp16 | mlx-lm quantized | mlx-vlm packed |")
+        print("|---|---|---|---|---|---|---|")
+        for row in (r for r in mine if r["tokens"] == n):
+            ratios = " | ".join(f"{t / row['ms']:.1f}" for t in (mlx, quantized, packed))
+            print(f"| {row['engine']} {row['name']} | {row['ms']:.3f} | {row['ns']:.1f} | {row['limit']:.1f} | {ratios} |")
+        for name, ms in times[n].items():
+            print(f"| {name} | {ms:.1f} | {1e6 * ms / (8 * n):.0f} | | | | |")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     root = pathlib.Path(__file__).resolve().parent.parent
@@ -111,7 +165,10 @@ def main():
     parser.add_argument("--binary", default=str(target / "release/turbomoq"))
     parser.add_argument("--bits", type=int, nargs="+", default=[2, 3, 4])
     parser.add_argument("--engines", nargs="+", default=["cpu"], help="cpu, mlx; the first is what ratios refer to")
+    parser.add_argument("--decode", type=int, nargs="+", metavar="T", help="one step of attention at 2048 or 32768 tokens instead")
     arguments = parser.parse_args()
+    if arguments.decode:
+        return decode(root, arguments.decode)
 
     x = mx.array(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float16))
     mx.eval(x)

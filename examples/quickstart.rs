@@ -1,8 +1,10 @@
 //! The original system's Quick Start, snippet by snippet, in Rust: `cargo run --release --example quickstart`.
 
+use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::policy::ModelShape;
 use turbomoq::rng::Rng;
 use turbomoq::spec::Side;
 use turbomoq::{Recipe, Result, Tensor};
@@ -28,6 +30,14 @@ fn main() -> Result<()> {
     println!("{:?}", compressed.stats());
     let restored = compressor.decompress(&compressed)?;
     println!("restored {} layers, keys {:?}", restored.len(), restored[0].0.shape());
+
+    println!("-- score heads, and spread three bits a value over them");
+    let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
+    let scores = score_heads(&keys)?;
+    println!("bits of the heads of layer 0: {:?}", &scores.allocate_bits(3.0)?[..8]);
+    let shape = ModelShape { layers: 4, kv_heads: 8, key_dim: 128, value_dim: 128 };
+    let plan = Calibration::from_scores(shape, "the keys", &scores)?.plan(Unit::Head, 3.0, 1, 8)?;
+    println!("key bits {}, value bits {}", plan.key, plan.value);
 
     println!("-- stages on an engine: rotate, quantize, look up, score");
     let codec = compressor.codec(Side::Key, 0, 128)?.expect("keys are packed");

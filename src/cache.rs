@@ -7,15 +7,19 @@
 mod append;
 mod capacity;
 mod heads;
+mod mask;
 mod model;
 mod report;
+mod state;
 mod tiers;
 mod trim;
 
 pub use capacity::{Plan, PlanPart};
 pub use heads::HeadGroups;
+pub use mask::Mask;
 pub use model::KvCache;
 pub use report::{LayerReport, Part};
+pub use state::{ModelState, State};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
 
 use crate::attention::{Rules, Segment, Stored};

@@ -6,15 +6,19 @@
 
 use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
-use crate::policy::ModelShape;
-use crate::policy::allocation::{MOST_BITS, Part, allocate, plan};
-use crate::recipe::Recipe;
+use crate::frame::covariance;
+use crate::policy::allocation::{DISTORTION, MOST_BITS, Part, allocate, plan};
+use crate::policy::head_scores::spectral;
+use crate::policy::{HeadScorer, HeadScores, ModelShape};
 use crate::spec::Side;
+use crate::tensor::Tensor;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
 
 const FORMAT: &str = "turbomoq-calibration";
 const VERSION: &str = "1";
+/// Loss of a key over that of a value of the same score.
+const KEYS_OVER_VALUES: f64 = 4.0;
 const SIDES: [(Side, &str); 2] = [(Side::Key, "key"), (Side::Value, "value")];
 
 /// The table of a model.
@@ -59,6 +63,17 @@ impl Calibration {
             }
         }
         Ok(Calibration { shape, source: source.into(), losses: [keys, values] })
+    }
+
+    /// From the scores of heads: a loss is the score times the distortion of the codes, and a key counts as four values, which is about
+    /// what measured tables say.
+    ///
+    /// # Errors
+    /// As [`Calibration::new`].
+    pub fn from_scores(shape: ModelShape, source: &str, scores: &HeadScores) -> Result<Calibration> {
+        let losses =
+            |factor: f64| scores.scores().iter().map(|s| DISTORTION.map(|d| factor * s * d)).collect();
+        Calibration::new(shape, source, losses(KEYS_OVER_VALUES), losses(1.0))
     }
 
     /// Sizes of the model.
@@ -121,14 +136,6 @@ impl Calibration {
             parts = parts.chunks_exact(heads).map(whole).collect();
         }
         plan(&parts, &allocate(&parts, average, least, most)?)
-    }
-
-    /// A recipe whose bits follow the table.
-    ///
-    /// # Errors
-    /// As [`Calibration::plan`].
-    pub fn recipe(&self, recipe: &Recipe, unit: Unit, average: f64, least: u8, most: u8) -> Result<Recipe> {
-        Ok(Recipe { plan: Some(self.plan(unit, average, least, most)?), ..recipe.clone() })
     }
 
     /// The table as a safetensors file.
@@ -199,10 +206,30 @@ impl Calibration {
     }
 }
 
+/// Scores heads by their keys [B, H, T, D], one array a layer: by spectrum and by the layer's place.
+///
+/// # Errors
+/// [`Error::Shape`] if the layers do not agree in H and D, or one has no token; [`Error::Dtype`] if keys are no floats.
+pub fn score_heads(layers: &[&Tensor]) -> Result<HeadScores> {
+    let mut signals = vec![];
+    let mut size = None;
+    for keys in layers {
+        let (heads, dim) = match *keys.shape() {
+            [_, h, t, d] if t > 0 && *size.get_or_insert((h, d)) == (h, d) => (h, d),
+            _ => return Err(keys.wrong_shape("keys", format!("[B, H, T > 0, D], (H, D) = {size:?}"))),
+        };
+        for head in 0..heads {
+            let rows = keys.slice(1, head, head + 1)?.to_f32()?;
+            signals.push(spectral(&covariance(&rows, dim), dim));
+        }
+    }
+    let (heads, dim) = size.unwrap_or_default();
+    HeadScorer::new(layers.len(), heads, dim).score(&signals, None)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::policy::allocation::DISTORTION;
 
     fn losses(prices: &[f64]) -> Vec<[f64; MOST_BITS]> {
         prices.iter().map(|price| DISTORTION.map(|d| price * d)).collect()

@@ -39,6 +39,21 @@ pub fn energy(block: &[f32], dim: usize, centre: Option<&[f32]>) -> Vec<f32> {
     sums.iter().map(|s| (s / count) as f32).collect()
 }
 
+/// Covariance of the channels over the rows of a block, `dim` x `dim`, row-major.
+pub fn covariance(block: &[f32], dim: usize) -> Vec<f64> {
+    let mean = mean(block, dim);
+    let (mut sums, mut row) = (vec![0f64; dim * dim], vec![0f64; dim]);
+    for x in block.chunks_exact(dim) {
+        row.iter_mut().zip(x).zip(&mean).for_each(|((r, x), m)| *r = f64::from(x - m));
+        for (sums, a) in sums.chunks_exact_mut(dim).zip(&row) {
+            sums.iter_mut().zip(&row).for_each(|(sum, b)| *sum += a * b);
+        }
+    }
+    let count = (block.len() / dim).max(1) as f64;
+    sums.iter_mut().for_each(|sum| *sum /= count);
+    sums
+}
+
 /// Gains from the energies of keys and, where they are known, of queries; geometric mean one.
 pub fn gains(keys: &[f32], queries: Option<&[f32]>) -> Vec<f32> {
     let half = keys.len() / 2;
@@ -89,5 +104,6 @@ mod tests {
         assert_eq!(order(&[1.0; 4], 2), [0, 1, 2, 3]);
         assert_eq!(mean(&[1.0, 2.0, 3.0, 4.0], 2), [2.0, 3.0]);
         assert_eq!(energy(&[1.0, 2.0, 3.0, 4.0], 2, Some(&[2.0, 2.0])), [1.0, 2.0]);
+        assert_eq!(covariance(&[1.0, 2.0, 3.0, 6.0], 2), [1.0, 2.0, 2.0, 4.0]);
     }
 }

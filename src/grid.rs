@@ -23,6 +23,20 @@ pub struct ScalarGrid {
     /// Upper border of each code but the last; a coordinate on a border takes the upper code. Padded with infinity.
     borders: Box<[f32; 256]>,
     search: Search,
+    bytes: Option<Box<ByteLevels>>,
+}
+
+/// Levels of up to four bits in eight bits: `level[c] ~ unit * (levels[c] - middle)`; a table of fewer codes repeats.
+#[derive(Clone, Copy, Debug)]
+pub struct ByteLevels {
+    /// Integer levels.
+    pub levels: [i8; 16],
+    /// Their unit.
+    pub unit: f32,
+    /// What stands for zero: the codes of a uniform grid are its integer levels, others have zero here.
+    pub middle: f32,
+    /// Mean square of what they miss, on N(0, 1).
+    pub error: f32,
 }
 
 /// How a code is found.
@@ -62,7 +76,40 @@ impl ScalarGrid {
             _ if bits <= 4 => Search::Tree(lanes::tree(&borders[..table.len() - 1], bits)),
             _ => Search::cells(&borders[..table.len() - 1]),
         };
-        ScalarGrid { bits, levels, pairs, borders, search }
+        let mut grid = ScalarGrid { bits, levels, pairs, borders, search, bytes: None };
+        grid.bytes = (bits <= 4).then(|| Box::new(grid.to_bytes()));
+        grid
+    }
+
+    /// The levels in eight bits, up to four bits a code.
+    pub fn in_bytes(&self) -> Option<&ByteLevels> {
+        self.bytes.as_deref()
+    }
+
+    fn to_bytes(&self) -> ByteLevels {
+        let table = self.levels();
+        if let Some(unit) = self.step() {
+            let middle = 0.5 * (table.len() - 1) as f32;
+            let levels = std::array::from_fn(|c| (c % table.len()) as i8);
+            return ByteLevels { levels, unit, middle, error: 0.0 };
+        }
+        let top = table.iter().fold(0f32, |top, l| top.max(l.abs())).max(f32::MIN_POSITIVE);
+        let round = |unit: f32| -> [i8; 16] {
+            std::array::from_fn(|c| (table[c % table.len()] / unit).round().clamp(-127.0, 127.0) as i8)
+        };
+        let below = |u: f32| 0.5 * libm::erfcf(-u * std::f32::consts::FRAC_1_SQRT_2);
+        let edge = |c: usize| self.borders().get(c).map_or(1.0, |&b| below(b));
+        let share = |c: usize| edge(c) - if c == 0 { 0.0 } else { edge(c - 1) };
+        let shares: Vec<f32> = (0..table.len()).map(share).collect();
+        let error = |unit: f32| -> f32 {
+            let miss = table.iter().zip(round(unit)).map(|(l, b)| (l - unit * f32::from(b)).powi(2));
+            shares.iter().zip(miss).map(|(share, miss)| share * miss).sum()
+        };
+        // The unit with the least error, of some that use 112 to 127 of the 127 steps.
+        let units = (0..31).map(|i| top / (112.0 + 0.5 * i as f32));
+        let best = units.map(|unit| (error(unit), unit)).min_by(|a, b| a.0.total_cmp(&b.0));
+        let (error, unit) = best.unwrap_or((0.0, 1.0));
+        ByteLevels { levels: round(unit), unit, middle: 0.0, error }
     }
 
     /// Ascending levels.

@@ -6,10 +6,12 @@
 
 pub mod allocation;
 mod attention;
+mod crossover;
 pub mod head_scores;
 mod progressive;
 
 pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
+pub use crossover::{Crossover, Measured, Work};
 pub use head_scores::{HeadScorer, HeadScores};
 pub use progressive::{AgeTier, ProgressivePolicy};
 

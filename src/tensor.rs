@@ -1,5 +1,7 @@
 //! A host array with a dtype: what files hold, what the CPU engine computes on, what crosses to MLX.
 
+mod concat;
+
 use crate::error::{Error, Result};
 use half::{bf16, f16};
 use ndarray::{ArcArray, ArrayD, Axis, IxDyn, Slice};
@@ -227,31 +229,6 @@ impl Tensor {
             view.slice_axis_inplace(Axis(axis), Slice::from(start..end));
             view
         }))
-    }
-
-    /// Joins tensors along one axis.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if `parts` is empty or the other axes differ, [`Error::Dtype`] if the dtypes differ.
-    pub fn concat(axis: usize, parts: &[Tensor]) -> Result<Tensor> {
-        fn join<T: Element>(axis: usize, parts: &[Tensor]) -> Result<Tensor> {
-            let views = parts
-                .iter()
-                .map(|p| T::unwrap(p).map(|a| a.view()).ok_or_else(|| p.wrong_dtype("parts", T::NAME)))
-                .collect::<Result<Vec<_>>>()?;
-            let joined = ndarray::concatenate(Axis(axis), &views)
-                .map_err(|_| parts[0].wrong_shape("parts", format!("equal shapes off axis {axis}")))?;
-            Ok(T::wrap(joined.into_shared()))
-        }
-        match parts.first() {
-            None => Err(Error::Shape { what: "parts", expected: "at least one part".into(), got: vec![] }),
-            Some(Tensor::F32(_)) => join::<f32>(axis, parts),
-            Some(Tensor::F16(_)) => join::<f16>(axis, parts),
-            Some(Tensor::BF16(_)) => join::<bf16>(axis, parts),
-            Some(Tensor::U32(_)) => join::<u32>(axis, parts),
-            Some(Tensor::U8(_)) => join::<u8>(axis, parts),
-            Some(Tensor::I32(_)) => join::<i32>(axis, parts),
-        }
     }
 
     /// The same elements in another shape.

@@ -10,7 +10,7 @@
 //! Invariant: `decode` gives `levels()[window(words, dim, i)]` for any words.
 
 /// Levels, and the inputs of the search, are integers in this unit.
-const UNIT: f32 = 1.0 / 8192.0;
+pub(crate) const UNIT: f32 = 1.0 / 8192.0;
 
 /// For L = 8 and 10, b = 1 to 4: the first 2^(L-1) levels in `UNIT`s, i16 little-endian.
 static TABLES: &[u8; 4 * (256 + 1024)] = include_bytes!("trellis_tables.bin");
@@ -140,7 +140,7 @@ pub(crate) fn to_units(x: f32) -> i16 {
 
 /// `count <= 32` bits from bit `at` on.
 #[inline(always)]
-fn read(words: &[u32], at: usize, count: usize) -> u64 {
+pub(crate) fn read(words: &[u32], at: usize, count: usize) -> u64 {
     let low = u64::from(words[at / 32]);
     let high = words.get(at / 32 + 1).map_or(0, |&w| u64::from(w));
     (high << 32 | low) >> (at % 32) & ((1 << count) - 1)

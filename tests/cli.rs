@@ -150,6 +150,34 @@ fn verify_says_what_every_layer_lost() {
 }
 
 #[test]
+fn a_budget_is_spread_over_heads() {
+    let place = Place::new();
+    let plan = place.json("plan --budget 3 in.safetensors");
+    let text = |plan: &Value, key: &str| plan[key].as_str().unwrap().to_string();
+    assert!(text(&plan, "source").contains("in.safetensors"));
+    let mean = (plan["mean"][0].as_f64().unwrap() + plan["mean"][1].as_f64().unwrap()) / 2.0;
+    assert!(mean <= 3.0 && mean > 2.9, "{mean}");
+    assert!(plan["mean"][0].as_f64() > plan["mean"][1].as_f64(), "keys count more");
+    assert!(plan["loss"].as_f64() < plan["uniform_loss"].as_f64());
+    // The same from a table on disk, and the recipe packs the cache where the heads of a layer share a width.
+    place.good("calibrate in.safetensors --out table");
+    let again = place.json("plan --budget 3 --calibration table");
+    assert_eq!(text(&again, "recipe"), text(&plan, "recipe"));
+    let layers = place.json("plan --budget 3 --by layer --least 2 --calibration table in.safetensors");
+    place.good(&format!("compress in.safetensors -o packed --recipe {}", text(&layers, "recipe")));
+    assert_eq!(text(&place.json("inspect packed"), "recipe"), text(&layers, "recipe"));
+    // The original's rule keeps the budget and loses more.
+    let hubs = place.json("plan --budget 3 --rule hubs in.safetensors");
+    assert!(hubs["loss"].as_f64() > plan["loss"].as_f64());
+    assert!(place.good("plan --budget 2.5 --calibration table").contains('▃'));
+    place.bad("plan --budget 0.5 in.safetensors", 1, &["budget", "0.5"]);
+    place.bad("plan --budget 3", 1, &["budget", "--calibration"]);
+    place.bad("plan --budget 3 --calibration in.safetensors", 1, &["in.safetensors", "format"]);
+    place.bad("plan --budget 3 --rule hubs --calibration table", 1, &["hubs"]);
+    place.bad(&format!("compress in.safetensors -o other --recipe {}", text(&plan, "recipe")), 1, &["layer"]);
+}
+
+#[test]
 fn recipes_lists_every_preset() {
     let place = Place::new();
     let text = place.good("recipes");

@@ -39,7 +39,19 @@ const EXPORTS: [(&str, &str); 6] = [
 /// Words and the modules that may hold them; an empty list stands for the floor of edges.
 const RESERVED: [(&[&str], &[&str]); 3] = [
     (&["mlx_rs", "mlx_sys"], &["error", "graph", "kernels", "mlx_ops"]),
-    (&["unsafe "], &["ffi", "kernels", "mlx_ops", "cpu/simd", "cpu/simd/avx2"]),
+    (
+        &["unsafe "],
+        &[
+            "ffi",
+            "kernels",
+            "mlx_ops",
+            "cpu/simd",
+            "cpu/simd/avx2",
+            "cpu/simd/avx512",
+            "cpu/simd/softmax",
+            "cpu/simd/trellis",
+        ],
+    ),
     (&["println!", "eprintln!", "print!", "dbg!", "std::fs", "fs::File", "process::exit"], &[]),
 ];
 

@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use turbomoq::attention::Rules;
-use turbomoq::cache::{HeadGroups, LayerCache, LayerShape};
+use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape};
 use turbomoq::cpu::Cpu;
 use turbomoq::policy::allocation::{Part, allocate, loss};
 use turbomoq::rng::Rng;
@@ -92,6 +92,11 @@ fn a_plan_that_does_not_fit_is_refused() {
     no(1, 2); // three widths for two heads
     assert!(HeadGroups::new(Cpu, &recipe, 1, SHAPE, 0).is_err());
     assert!("best,key-bits=3".parse::<Recipe>().is_err(), "one side alone");
+    for (layers, fits) in [(1, false), (2, true), (3, false)] {
+        let plan: Recipe = "best,key-bits=3-4,value-bits=3-2".parse().unwrap();
+        let cache = KvCache::new(Cpu, &plan, &vec![Some(SHAPE); layers], &[]);
+        assert_eq!(cache.is_ok(), fits, "{layers} layers");
+    }
     // A whole-cache file has one codec for all heads of a layer.
     let compressor = Compressor::new(recipe);
     assert!(compressor.codec(Side::Key, 0, 64).unwrap().is_some_and(|c| c.spec().bits == 3));

@@ -12,9 +12,9 @@ use crate::recipe::Recipe;
 /// Caches of the KV layers of a model.
 #[derive(Clone)]
 pub struct KvCache<E: Engine> {
-    layers: Vec<LayerCache<E>>,
+    pub(super) layers: Vec<LayerCache<E>>,
     /// Ordinal of each layer of the model.
-    ordinals: Vec<Option<usize>>,
+    pub(super) ordinals: Vec<Option<usize>>,
 }
 
 impl<E: Engine> std::fmt::Debug for KvCache<E> {
@@ -24,11 +24,13 @@ impl<E: Engine> std::fmt::Debug for KvCache<E> {
 }
 
 impl<E: Engine + Clone> KvCache<E> {
-    /// An empty cache with one recipe; `shapes` has an entry a layer of the model, `None` for one without keys and values. The KV
-    /// layers whose ordinals are in `exempt` keep everything exact.
+    /// An empty cache with one recipe, whose plan may differ by layer (heads that differ are for [`super::HeadGroups`]); `shapes` has an
+    /// entry a layer of the model, `None` for one without keys and values. The KV layers whose ordinals are in `exempt` keep everything
+    /// exact.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the recipe has no form for a head dim, or there is no KV layer of an exempt ordinal.
+    /// [`Error::Unsupported`] if the recipe has no form for a head dim, its plan is for another number of layers or differs by head,
+    /// or there is no KV layer of an exempt ordinal.
     pub fn new(
         engine: E,
         recipe: &Recipe,
@@ -39,6 +41,13 @@ impl<E: Engine + Clone> KvCache<E> {
         if let Some(bad) = exempt.iter().find(|&&i| i >= count) {
             let reason = format!("the model has {count} layers with keys and values");
             return Err(Error::Unsupported { field: "exempt", value: bad.to_string(), reason });
+        }
+        if let Some(plan) = &recipe.plan
+            && [plan.key.layers(), plan.value.layers()] != [count; 2]
+        {
+            let value = format!("{}/{} layers", plan.key.layers(), plan.value.layers());
+            let reason = format!("the model has {count} layers with keys and values");
+            return Err(Error::Unsupported { field: "bits of a layer", value, reason });
         }
         KvCache::with_recipes(engine, shapes, |ordinal| match exempt.contains(&ordinal) {
             true => Recipe { key: None, value: None, ..recipe.clone() },

@@ -14,6 +14,7 @@ use crate::error::{Error, Result};
 use crate::policy::{Action, Bits, Block, Ema, TierPolicy};
 use crate::recipe;
 use crate::tensor::Dtype;
+use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -23,7 +24,7 @@ pub const OBSERVE_EVERY: usize = 16;
 const BATCH: usize = 512;
 
 /// A block as the cache keeps track of it.
-#[derive(Clone, Copy, Debug, PartialEq)]
+#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
 pub(super) struct Held {
     pub(super) start: usize,
     pub(super) len: usize,
@@ -39,9 +40,9 @@ pub(super) struct Tiers {
     pub(super) blocks: Vec<Held>,
     /// Attention that the sinks and the window receive.
     pub(super) exact: [Ema; 2],
-    pins: Vec<Range<usize>>,
-    observe_every: usize,
-    unobserved: usize,
+    pub(super) pins: Vec<Range<usize>>,
+    pub(super) observe_every: usize,
+    pub(super) unobserved: usize,
 }
 
 /// Segments, and the blocks in them.

@@ -35,6 +35,9 @@ struct Pack<'a> {
 
 impl OnEngine for Pack<'_> {
     type Output = (Archive, &'static str);
+    fn size(&self) -> [usize; 2] {
+        super::size(self.cache)
+    }
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output> {
         let name = engine.name();
         let bar = progress(self.cache.layers.len(), "packing");

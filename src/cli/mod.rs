@@ -10,6 +10,8 @@ mod compress;
 mod inspect;
 mod plan;
 mod restore;
+#[cfg(feature = "mlx")]
+mod tune;
 mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
@@ -17,6 +19,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use turbomoq::engine::Engine;
+use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::recipe::{self, PRESETS};
 use turbomoq::{Recipe, Result};
 
@@ -49,6 +52,9 @@ enum Command {
     Plan(plan::Arguments),
     /// Time a decode step on this machine: engines x recipes x lengths
     Bench(bench::Arguments),
+    #[cfg(feature = "mlx")]
+    /// Time both engines on this machine, for `--engine auto`
+    Tune(tune::Arguments),
     /// List the presets
     Recipes,
 }
@@ -92,7 +98,7 @@ impl RecipeArguments {
 /// Where the stages run.
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum EngineName {
-    /// MLX where a GPU runs it, else the CPU engine
+    /// The one that was faster at this size, see `turbomoq tune`
     Auto,
     /// The CPU engine
     Cpu,
@@ -104,14 +110,32 @@ enum EngineName {
 /// A command that runs on any engine.
 trait OnEngine {
     type Output;
+    /// Channels of a vector, and vectors of a side of a layer.
+    #[cfg_attr(not(feature = "mlx"), allow(dead_code))] // there is nothing to choose from
+    fn size(&self) -> [usize; 2];
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output>;
+}
+
+/// The size of the first plain layer of a prompt cache.
+fn size(cache: &PromptCache) -> [usize; 2] {
+    let shape = |layer: &Layer| match layer {
+        Layer::Kv { kv: Some(kv), .. } => Some(kv.keys.shape().to_vec()),
+        _ => None,
+    };
+    match cache.layers.iter().find_map(shape).as_deref() {
+        Some([b, h, t, d]) => [*d, b * h * t],
+        _ => [128, 0],
+    }
 }
 
 impl EngineName {
     fn run<C: OnEngine>(self, command: C) -> Result<C::Output> {
         #[cfg(feature = "mlx")]
-        if self == EngineName::Mlx || (self == EngineName::Auto && turbomoq::graph::on_gpu()) {
-            return command.run(turbomoq::graph::Graph::new());
+        {
+            let [head_dim, rows] = command.size();
+            if self == EngineName::Mlx || (self == EngineName::Auto && tune::prefers_mlx(head_dim, rows)?) {
+                return command.run(turbomoq::graph::Graph::new());
+            }
         }
         command.run(turbomoq::cpu::Cpu)
     }
@@ -128,6 +152,8 @@ pub fn run() -> ExitCode {
         Command::Calibrate(arguments) => calibrate::run(&arguments),
         Command::Plan(arguments) => plan::run(&arguments),
         Command::Bench(arguments) => bench::run(&arguments),
+        #[cfg(feature = "mlx")]
+        Command::Tune(arguments) => tune::run(&arguments),
         Command::Recipes => {
             let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
             for (name, what) in PRESETS {

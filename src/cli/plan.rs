@@ -5,11 +5,12 @@ use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
+use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, Plan, PlanPart};
 use turbomoq::cpu::Cpu;
 use turbomoq::policy::{ModelShape, TierPolicy};
 use turbomoq::rng::Rng;
-use turbomoq::{Dtype, Error, Result, Tensor};
+use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
 
 /// Tokens of an append while measuring.
 const CHUNK: usize = 1024;
@@ -74,6 +75,10 @@ struct Measured {
     peak_bytes: usize,
     /// Time of all appends: packing and every demotion.
     ms_per_token: f64,
+    /// That less the time of the same appends without a policy.
+    demotion_ms_per_token: f64,
+    /// One step of attention over the full cache, four queries a KV head.
+    attend_ms: f64,
 }
 
 /// Runs the command.
@@ -147,33 +152,57 @@ fn measure(
     tokens: usize,
 ) -> Result<Measured> {
     let ModelShape { kv_heads, key_dim, value_dim, .. } = *shape;
-    let layer = LayerShape { key_dim, value_dim };
-    let mut cache = LayerCache::new(Cpu, &arguments.recipe.recipe()?, 0, layer)?;
-    cache = cache.with_tiers(policy, OBSERVE_EVERY)?;
-    let mut rng = Rng::new(1, 0);
-    let mut random = |dim: usize, n: usize| {
-        let values = (0..kv_heads * n * dim).map(|_| rng.normal() as f32).collect();
-        Tensor::from_f32(Dtype::F16, &[1, kv_heads, n, dim], values)
-    };
-    let (mut seconds, mut peak_bytes, mut done) = (0.0, 0, 0);
-    while done < tokens {
-        let n = CHUNK.min(tokens - done);
-        let (k, v) = (random(key_dim, n)?, random(value_dim, n)?);
-        let clock = Instant::now();
-        cache.append(&k, &v)?;
-        seconds += clock.elapsed().as_secs_f64();
-        peak_bytes = peak_bytes.max(cache.nbytes());
-        done += n;
-    }
+    let recipe = arguments.recipe.recipe()?;
+    let (_, plain, _) = fill(&recipe, &TierPolicy::None, shape, tokens)?;
+    let (cache, seconds, peak_bytes) = fill(&recipe, policy, shape, tokens)?;
     let report = cache.report()?;
     let fp16 = kv_heads * tokens * 2 * (key_dim + value_dim);
+    let q = random(&mut Rng::new(1, 1), [1, 4 * kv_heads, 1, key_dim])?;
+    let mut attend_ms = f64::INFINITY;
+    for _ in 0..3 {
+        let clock = Instant::now();
+        cache.attend(&q, &Rules::causal((key_dim as f32).powf(-0.5)))?;
+        attend_ms = attend_ms.min(1e3 * clock.elapsed().as_secs_f64());
+    }
     Ok(Measured {
         layer: by_tier(&report),
         bytes: report.bytes(),
         expansion: fp16 as f64 / report.bytes() as f64,
         peak_bytes,
         ms_per_token: 1e3 * seconds / tokens as f64,
+        demotion_ms_per_token: 1e3 * (seconds - plain) / tokens as f64,
+        attend_ms,
     })
+}
+
+/// A layer with random tokens, the seconds of its appends, and the greatest bytes held between two of them.
+fn fill(
+    recipe: &Recipe,
+    policy: &TierPolicy,
+    shape: &ModelShape,
+    tokens: usize,
+) -> Result<(LayerCache<Cpu>, f64, usize)> {
+    let ModelShape { kv_heads, key_dim, value_dim, .. } = *shape;
+    let mut cache = LayerCache::new(Cpu, recipe, 0, LayerShape { key_dim, value_dim })?;
+    cache = cache.with_tiers(policy, OBSERVE_EVERY)?;
+    let mut rng = Rng::new(1, 0);
+    let (mut seconds, mut peak_bytes, mut done) = (0.0, 0, 0);
+    while done < tokens {
+        let n = CHUNK.min(tokens - done);
+        let k = random(&mut rng, [1, kv_heads, n, key_dim])?;
+        let v = random(&mut rng, [1, kv_heads, n, value_dim])?;
+        let clock = Instant::now();
+        cache.append(&k, &v)?;
+        seconds += clock.elapsed().as_secs_f64();
+        peak_bytes = peak_bytes.max(cache.nbytes());
+        done += n;
+    }
+    Ok((cache, seconds, peak_bytes))
+}
+
+fn random(rng: &mut Rng, shape: [usize; 4]) -> Result<Tensor> {
+    let values = (0..shape.iter().product()).map(|_| rng.normal() as f32).collect();
+    Tensor::from_f32(Dtype::F16, &shape, values)
 }
 
 /// The segments of a report, those of one tier together.
@@ -220,11 +249,14 @@ fn print(output: &Output) {
         println!("\nmeasured, one layer on the CPU engine:");
         print_parts(&m.layer);
         println!(
-            "{} held, at most {}; {:.2} times the context; {:.3} ms a token for packing and demotion",
+            "{} held, at most {}; {:.2} times the context",
             bytes(m.bytes as u64),
             bytes(m.peak_bytes as u64),
-            m.expansion,
-            m.ms_per_token
+            m.expansion
+        );
+        println!(
+            "{:.3} ms a token for packing and demotion, {:.3} of it for demotion; {:.2} ms a step of attention",
+            m.ms_per_token, m.demotion_ms_per_token, m.attend_ms
         );
     }
 }

@@ -32,6 +32,12 @@ struct Unpack<'a>(&'a Archive);
 
 impl OnEngine for Unpack<'_> {
     type Output = PromptCache;
+    fn size(&self) -> [usize; 2] {
+        self.0.packed().first().map_or([128, 0], |(_, _, layer)| {
+            let [b, h, t, d] = layer.key.shape;
+            [d, b * h * t]
+        })
+    }
     fn run<E: Engine>(self, engine: E) -> Result<PromptCache> {
         let bar = progress(self.0.layers.len(), "unpacking");
         let cache = self.0.restore(&Compressor::with_engine(self.0.recipe.clone(), engine), || bar.inc(1))?;

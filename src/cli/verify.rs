@@ -40,6 +40,9 @@ pub struct RoundTrip<'a> {
 
 impl OnEngine for RoundTrip<'_> {
     type Output = (Archive, PromptCache, [f64; 2]);
+    fn size(&self) -> [usize; 2] {
+        super::size(self.cache)
+    }
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output> {
         let compressor = Compressor::with_engine(self.recipe, engine);
         let bar = progress(2 * self.cache.layers.len(), "packing and unpacking");

@@ -79,15 +79,13 @@ impl Row<'_> {
                 *x = if m == f32::NEG_INFINITY { m } else { *x + m };
             }
         }
-        let mut tops = [f32::NEG_INFINITY; 8];
-        let mut nan = false;
-        for x in seen.chunks(8) {
-            for (top, &x) in tops.iter_mut().zip(x) {
-                *top = if x > *top { x } else { *top };
-                nan |= x.is_nan();
-            }
-        }
-        if nan { f32::NAN } else { tops.into_iter().fold(f32::NEG_INFINITY, f32::max) }
+        super::simd::greatest(seen)
+    }
+
+    /// The scale of scores, if the query sees all of `n` tokens from `position` on and its logits are scores times that.
+    pub(super) fn plain_scale(&self, position: usize, n: usize) -> Option<f32> {
+        let all = self.span.start <= position && position + n <= self.span.end;
+        (all && self.mask.is_none() && self.rules.soft_cap.is_none()).then_some(self.rules.scale)
     }
 }
 

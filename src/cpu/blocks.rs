@@ -8,7 +8,7 @@ use super::domain::{Domain, Ready};
 use super::rows::Door;
 use super::simd::{self, Small};
 use crate::attention::Stored;
-use crate::codec::{BandGrid, Codec, Prepared, Scratch};
+use crate::codec::{Band, BandGrid, Codec, Prepared, Scratch};
 use crate::codes::Frame;
 use crate::error::Result;
 use crate::frame::RowFrame;
@@ -178,6 +178,10 @@ impl Rows<'_> {
             }
             Rows::Packed { codec, words, scales, .. } => {
                 let plain = one_band(codec);
+                if let ([Band { grid: BandGrid::Trellis(grid), .. }], true) = (codec.bands(), plain) {
+                    factors(codec, scales, picks, &mut work.factors);
+                    return simd::trellis_levels(grid, words, codec.row_words(), picks, dim, padded, rows);
+                }
                 if plain {
                     factors(codec, scales, picks, &mut work.factors);
                 } else {
@@ -227,6 +231,11 @@ fn one_band(codec: &Codec) -> bool {
 /// The only scale of each token.
 fn factors(codec: &Codec, scales: Scales, picks: &[u32], factors: &mut [f32]) {
     let format = codec.format();
+    if let (Scales::F16(scales), &[first, .., last]) = (scales, picks)
+        && (last - first) as usize + 1 == picks.len()
+    {
+        return simd::halves(&scales[first as usize..=last as usize], &mut factors[..picks.len()]);
+    }
     for (&pick, factor) in picks.iter().zip(factors) {
         let mut code = [0];
         scales.codes(pick as usize, &mut code);
@@ -276,10 +285,8 @@ impl WithSimd for Decode<'_> {
         for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(padded)) {
             let words = each.rows(pick as usize, 1, &mut codes);
             if plain {
-                match &codec.bands()[0].grid {
-                    BandGrid::Scalar(grid) => grid.unpack(words, &mut out[..d], &mut bytes),
-                    BandGrid::Trellis(trellis) => trellis.decode(words, &mut out[..d]),
-                    BandGrid::Affine => {}
+                if let Some(grid) = codec.bands()[0].grid.scalar() {
+                    grid.unpack(words, &mut out[..d], &mut bytes);
                 }
             } else {
                 out.fill(0.0);

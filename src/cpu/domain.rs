@@ -10,6 +10,7 @@ use super::simd::{self, Bytes, Small};
 use crate::codec::{Codec, Prepared};
 use crate::codes::Frame;
 use crate::error::Result;
+use crate::grid::ByteLevels;
 use crate::tensor::Tensor;
 use std::sync::Arc;
 
@@ -20,30 +21,13 @@ const GRID_ERROR: [[f32; 2]; 2] = [[0.115, 0.009], [0.118, 0.0115]];
 fn small(codec: &Codec) -> Option<Small> {
     let [band] = codec.bands() else { return None };
     let grid = band.grid.scalar()?;
-    if band.bits > 4 || band.dim % 8 != 0 || codec.qjl().is_some() {
+    if band.dim % 8 != 0 || codec.qjl().is_some() {
         return None;
     }
-    let table = grid.levels();
-    let levels: [f32; 16] = std::array::from_fn(|c| table[c % table.len()]);
-    if let Some(step) = grid.step() {
-        let middle = 0.5 * (table.len() - 1) as f32;
-        let bytes = std::array::from_fn(|c| (c % table.len()) as i8);
-        return Some(Small { bits: band.bits, levels, bytes, unit: step, middle, error: 0.0 });
-    }
-    let top = levels.iter().fold(0f32, |top, l| top.max(l.abs())).max(f32::MIN_POSITIVE);
-    let round = |unit: f32| levels.map(|l| (l / unit).round().clamp(-127.0, 127.0) as i8);
-    let below = |u: f32| 0.5 * libm::erfcf(-u * std::f32::consts::FRAC_1_SQRT_2);
-    let edge = |c: usize| grid.borders().get(c).map_or(1.0, |&b| below(b));
-    let shares: Vec<f32> =
-        (0..table.len()).map(|c| edge(c) - if c == 0 { 0.0 } else { edge(c - 1) }).collect();
-    let error = |unit: f32| -> f32 {
-        let miss = table.iter().zip(round(unit)).map(|(l, b)| (l - unit * f32::from(b)).powi(2));
-        shares.iter().zip(miss).map(|(share, miss)| share * miss).sum()
-    };
-    // The unit with the least error, of some that use 112 to 127 of the 127 steps.
-    let units = (0..31).map(|i| top / (112.0 + 0.5 * i as f32)).map(|unit| (error(unit), unit));
-    let (error, unit) = units.min_by(|a, b| a.0.total_cmp(&b.0))?;
-    Some(Small { bits: band.bits, levels, bytes: round(unit), unit, middle: 0.0, error })
+    let (table, bytes) = (grid.levels(), grid.in_bytes()?);
+    let levels = std::array::from_fn(|c| table[c % table.len()]);
+    let ByteLevels { levels: bytes, unit, middle, error } = *bytes;
+    Some(Small { bits: band.bits, levels, bytes, unit, middle, error })
 }
 
 /// A place where queries are taken and sums come from.

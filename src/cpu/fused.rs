@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::tensor::Tensor;
 use rayon::prelude::*;
 use std::cell::RefCell;
+use std::cmp::Ordering;
 
 /// Tokens of a task.
 const TASK: usize = 1024;
@@ -194,16 +195,23 @@ impl Run<'_> {
             }
             picks.clear();
             picks.extend(from as u32..(from + n) as u32);
-            users.clear();
-            users.resize(n, 0);
             tile.fit(block, key_dim);
             keys.scores(ready, picks, key_dim, block, tile, scores);
+            let mut sparse = false;
             for (r, row) in rules.iter().enumerate() {
                 let x = &mut scores[r * block..][..n];
-                x.iter_mut().zip(&tile.factors).for_each(|(x, f)| *x = *x * f + ready.bias[r]);
-                let top = greater(tops[r], row.logits(part.first + from, part.start + from, x));
+                let factors = &tile.factors[..n];
+                let top = match row.plain_scale(part.start + from, n) {
+                    Some(scale) => simd::logits(x, factors, ready.bias[r], scale),
+                    None => {
+                        x.iter_mut().zip(factors).for_each(|(x, f)| *x = *x * f + ready.bias[r]);
+                        row.logits(part.first + from, part.start + from, x)
+                    }
+                };
+                let top = greater(tops[r], top);
                 if top == f32::NEG_INFINITY {
                     x.fill(0.0);
+                    sparse = true;
                     continue;
                 }
                 if top != tops[r] {
@@ -212,34 +220,31 @@ impl Run<'_> {
                     acc[r * dim..][..dim].iter_mut().for_each(|a| *a *= shrink);
                     tops[r] = top;
                 }
-                sums[r] += simd::exponentials(x, top);
+                let (sum, smallest) = simd::exponentials(x, top);
+                sums[r] += sum;
                 let least = SPARSE * sums[r];
-                for (x, users) in x.iter_mut().zip(users.iter_mut()) {
-                    *x = if *x < least { 0.0 } else { *x };
-                    *users += u32::from(*x != 0.0);
+                let some_below = !matches!(smallest.partial_cmp(&least), Some(Ordering::Greater));
+                if some_below {
+                    x.iter_mut().for_each(|x| *x = if *x < least { 0.0 } else { *x });
+                    sparse = true;
                 }
             }
-            let live = users.iter().filter(|&&u| u > 0).count();
+            let live = if sparse { Self::live(scores, block, picks, users) } else { n };
             if live == 0 {
                 continue;
-            }
-            if live < n {
-                picks.retain(|&pick| users[pick as usize - from] > 0);
-                for x in scores.chunks_exact_mut(block) {
-                    (0..live).for_each(|k| x[k] = x[picks[k] as usize - from]);
-                }
-                users.retain(|&u| u > 0);
             }
             tile.fit(block, value_dim);
             values.decode(picks, value_dim, tile);
             for x in scores.chunks_exact_mut(block) {
-                // A weight of exact zero hides what is in the row, NaN included.
-                x[..live]
-                    .iter_mut()
-                    .zip(&tile.factors)
-                    .for_each(|(x, f)| *x = if *x == 0.0 { 0.0 } else { *x * f });
+                let pairs = x[..live].iter_mut().zip(&tile.factors);
+                if sparse {
+                    // A weight of exact zero hides what is in the row, NaN included.
+                    pairs.for_each(|(x, f)| *x = if *x == 0.0 { 0.0 } else { *x * f });
+                } else {
+                    pairs.for_each(|(x, f)| *x *= f);
+                }
             }
-            for k in 0..live {
+            for k in 0..if sparse { live } else { 0 } {
                 let row = &mut tile.rows[k * dim..][..dim];
                 if users[k] < rows as u32 && !row.iter().all(|x| x.is_finite()) {
                     for r in (0..rows).filter(|r| scores[r * block + k] != 0.0) {
@@ -251,6 +256,25 @@ impl Run<'_> {
             }
             simd::accumulate(&scores[..rows * block], &tile.rows, dim, live, block, acc);
         }
+    }
+
+    /// Counts the query rows that use each token, and moves the tokens that some row uses to the front; their number.
+    fn live(scores: &mut [f32], block: usize, picks: &mut Vec<u32>, users: &mut Vec<u32>) -> usize {
+        let (n, from) = (picks.len(), picks[0]);
+        users.clear();
+        users.resize(n, 0);
+        for x in scores.chunks_exact(block) {
+            users.iter_mut().zip(x).for_each(|(users, x)| *users += u32::from(*x != 0.0));
+        }
+        let live = users.iter().filter(|&&u| u > 0).count();
+        if 0 < live && live < n {
+            picks.retain(|&pick| users[(pick - from) as usize] > 0);
+            for x in scores.chunks_exact_mut(block) {
+                (0..live).for_each(|k| x[k] = x[(picks[k] - from) as usize]);
+            }
+            users.retain(|&u| u > 0);
+        }
+        live
     }
 
     /// Puts the partials of a KV head together, in the order of the tasks.

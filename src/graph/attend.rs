@@ -9,6 +9,9 @@ use crate::mlx_ops::{self, slice};
 use mlx_rs::ops::{self, matmul, select};
 use mlx_rs::{Array, Dtype};
 
+/// Bytes of f32 scores that are formed at a time; queries that need more go in runs.
+const BUDGET: usize = 128 << 20;
+
 /// Attention of queries [B, Hq, L, D] over all segments: [B, Hq, L, Dv] in the dtype of the queries.
 pub(super) fn attend(
     graph: &Graph,
@@ -20,7 +23,30 @@ pub(super) fn attend(
     if let Some(out) = fused::attend(graph, segments, queries, rules, sizes)? {
         return Ok(out);
     }
-    let (weights, sizes) = weights(graph, segments, queries, rules)?;
+    let Sizes { batch, heads, group, queries: l, tokens, .. } = sizes;
+    let run = (BUDGET / (4 * batch * heads * group * tokens).max(1)).max(1);
+    if run >= l {
+        return attend_run(graph, segments, queries, rules, 0);
+    }
+    let mut outs = vec![];
+    for first in (0..l).step_by(run) {
+        let end = (first + run).min(l);
+        let mask = rules.mask.as_ref().map(|mask| slice(mask, 2, first, end)).transpose()?;
+        let rules = Rules { mask, ..rules.clone() };
+        outs.push(attend_run(graph, segments, &slice(queries, 2, first, end)?, &rules, l - end)?);
+    }
+    Ok(ops::concatenate(&outs, 2)?)
+}
+
+/// The same for queries behind which `behind` more stand.
+fn attend_run(
+    graph: &Graph,
+    segments: &[Segment<Array>],
+    queries: &Array,
+    rules: &Rules<Array>,
+    behind: usize,
+) -> Result<Array> {
+    let (weights, sizes) = weights(graph, segments, queries, rules, behind)?;
     let [b, h, g, l] = [sizes.batch, sizes.heads, sizes.group, sizes.queries].map(|n| n as i32);
     let mut out: Option<Array> = None;
     let mut start = 0;
@@ -52,7 +78,7 @@ pub(super) fn masses(
     queries: &Array,
     rules: &Rules<Array>,
 ) -> Result<Vec<f32>> {
-    let (weights, _) = weights(graph, segments, queries, rules)?;
+    let (weights, _) = weights(graph, segments, queries, rules, 0)?;
     let by_token = weights.sum_axes(&[0, 1, 2], false)?;
     let mut sums = vec![];
     let mut start = 0;
@@ -65,12 +91,13 @@ pub(super) fn masses(
     Ok(shares(&sums.into_iter().map(f64::from).collect::<Vec<_>>()))
 }
 
-/// Softmax weights f32 [B, Hq, L, T] over all segments.
+/// Softmax weights f32 [B, Hq, L, T] over all segments, of queries behind which `behind` more stand.
 fn weights(
     graph: &Graph,
     segments: &[Segment<Array>],
     queries: &Array,
     rules: &Rules<Array>,
+    behind: usize,
 ) -> Result<(Array, Sizes)> {
     let sizes = check(segments, &mlx_ops::shape(queries), rules)?;
     let q = super::float(queries, "queries")?;
@@ -91,7 +118,7 @@ fn weights(
         scores = ops::tanh(scores.divide(num(cap))?)?.multiply(num(cap))?;
     }
     let hidden = num(f32::NEG_INFINITY);
-    if let Some(seen) = seen(segments, rules, sizes) {
+    if let Some(seen) = seen(segments, rules, sizes, behind) {
         scores = select(seen, scores, &hidden)?;
     }
     if let Some(mask) = &rules.mask {
@@ -137,12 +164,12 @@ pub(super) fn masked(scores: Array, mask: &Array) -> Result<Array> {
 }
 
 /// Tokens that the rules let each query see, [B or 1, 1, L, T]; `None` if they hide nothing.
-fn seen(segments: &[Segment<Array>], rules: &Rules<Array>, sizes: Sizes) -> Option<Array> {
+fn seen(segments: &[Segment<Array>], rules: &Rules<Array>, sizes: Sizes, behind: usize) -> Option<Array> {
     let ends = segments.iter().filter(|s| !s.keys.is_empty()).map(|s| (s.start, s.start + s.keys.len() - 1));
     let (first, last) = ends.reduce(|a, b| (a.0, b.1))?;
     let rows = if rules.left_padding.is_empty() { 1 } else { sizes.batch };
-    // The last query stands at the last token; one further back may stand before the first.
-    let query = |i: usize| (last + i + 1).checked_sub(sizes.queries);
+    // The last query of all stands at the last token; one further back may stand before the first.
+    let query = |i: usize| (last + i + 1).checked_sub(sizes.queries + behind);
     let spans = (0..rows).flat_map(|b| (0..sizes.queries).map(move |i| (b, i)));
     let spans: Vec<_> = spans.map(|(b, i)| query(i).map_or(0..0, |q| span(rules, b, q))).collect();
     // What one token asks in a decode step: positions rise, so a span with both ends holds all of them.

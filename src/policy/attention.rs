@@ -7,6 +7,7 @@
 
 use super::{Action, Bits, Block, check_bits, parse_error, terms};
 use crate::error::{Error, Result};
+use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
@@ -29,7 +30,7 @@ pub struct AttentionDemotionPolicy {
 }
 
 /// An exponential mean without bias to its start.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Ema {
     sum: f32,
     weight: f32,

@@ -7,14 +7,14 @@ use std::arch::x86_64::*;
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn load(x: &[f32; 8]) -> __m256 {
+pub(super) fn load(x: &[f32; 8]) -> __m256 {
     // SAFETY: an array of 32 bytes is read, unaligned.
     unsafe { _mm256_loadu_ps(x.as_ptr()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn store(x: &mut [f32; 8], value: __m256) {
+pub(super) fn store(x: &mut [f32; 8], value: __m256) {
     // SAFETY: an array of 32 bytes is written, unaligned.
     unsafe { _mm256_storeu_ps(x.as_mut_ptr(), value) }
 }
@@ -35,10 +35,10 @@ fn load_words(x: &[u32; 8]) -> __m256i {
 
 /// The 8 b bits of the codes `8 i..8 i + 8` of a row, low end first.
 #[inline(always)]
-fn eight<const B: usize>(row: &[u8], i: usize) -> u32 {
+fn eight(row: &[u8], b: usize, i: usize) -> u32 {
     // The last bytes of a row are read with those before them.
-    let at = (B * i).min(row.len() - 4);
-    u32::from_le_bytes(*row[at..].first_chunk().expect("four bytes")) >> (8 * (B * i - at))
+    let at = (b * i).min(row.len() - 4);
+    u32::from_le_bytes(*row[at..].first_chunk().expect("four bytes")) >> (8 * (b * i - at))
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -76,16 +76,21 @@ fn levels_of<const B: usize>(
     let (low, high) = (load(&tables[0]), load(&tables[1]));
     for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
         let row: &[u8] = bytemuck::cast_slice(&words[pick as usize * row_words..][..row_words]);
-        for (i, out) in out[..channels].as_chunks_mut::<8>().0.iter_mut().enumerate() {
-            let codes = _mm256_srlv_epi32(_mm256_set1_epi32(eight::<B>(row, i) as i32), shifts);
-            // The look-up takes the three low bits; the tables of narrower codes repeat.
-            let mut level = _mm256_permutevar8x32_ps(low, codes);
-            if B == 4 {
-                // The fourth bit in the place of the sign chooses the table.
+        let out = out[..channels].as_chunks_mut::<8>().0;
+        if B == 4 {
+            for (&word, out) in row.as_chunks::<4>().0.iter().zip(out) {
+                let codes = _mm256_srlv_epi32(_mm256_set1_epi32(i32::from_le_bytes(word)), shifts);
+                // The look-ups take the three low bits; the fourth in the place of the sign chooses one.
                 let upper = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
-                level = _mm256_blendv_ps(level, _mm256_permutevar8x32_ps(high, codes), upper);
+                let (a, b) = (_mm256_permutevar8x32_ps(low, codes), _mm256_permutevar8x32_ps(high, codes));
+                store(out, _mm256_blendv_ps(a, b, upper));
             }
-            store(out, level);
+        } else {
+            for (i, out) in out.iter_mut().enumerate() {
+                let codes = _mm256_srlv_epi32(_mm256_set1_epi32(eight(row, B, i) as i32), shifts);
+                // The tables of narrower codes repeat.
+                store(out, _mm256_permutevar8x32_ps(low, codes));
+            }
         }
     }
 }
@@ -105,7 +110,7 @@ pub(super) fn halves(from: &[f16], to: &mut [f32]) {
 /// The four sums of four registers.
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
+pub(super) fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
     let x = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
     let x = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps::<1>(x));
     let mut out = [0.0; 4];
@@ -238,37 +243,6 @@ fn accumulate_of<const R: usize>(
     }
 }
 
-/// exp by 2^n times a polynomial of degree six on |r| <= ln 2 / 2: 2e-7 relative; below -87 it is zero.
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn exponentials(x: &mut [f32], top: f32) -> f32 {
-    const LOW: f32 = -87.0;
-    let (eights, rest) = x.as_chunks_mut::<8>();
-    let mut total = _mm256_setzero_ps();
-    for x in eights {
-        let d = _mm256_sub_ps(load(x), _mm256_set1_ps(top));
-        let visible = _mm256_cmp_ps::<_CMP_NLT_UQ>(d, _mm256_set1_ps(LOW));
-        // The second operand is taken if one is NaN.
-        let d = _mm256_max_ps(_mm256_set1_ps(LOW), d);
-        let n = _mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(_mm256_mul_ps(
-            d,
-            _mm256_set1_ps(std::f32::consts::LOG2_E),
-        ));
-        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693_359_4), d);
-        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.121_944_4e-4), r);
-        let mut p = _mm256_set1_ps(1.0 / 720.0);
-        for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
-            p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
-        }
-        let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
-        let e = _mm256_and_ps(visible, _mm256_mul_ps(p, _mm256_castsi256_ps(power)));
-        store(x, e);
-        total = _mm256_add_ps(total, e);
-    }
-    rest.iter_mut().for_each(|x| *x = (*x - top).exp());
-    let zero = _mm256_setzero_ps();
-    sums([total, zero, zero, zero])[0] + rest.iter().sum::<f32>()
-}
-
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn integer_scores(
     grid: &Small,
@@ -307,7 +281,8 @@ fn integer_row<const B: usize, const FIELDS: usize>(
 ) -> [i32; 4] {
     let (places, last) = (words.len() * FIELDS, queries.steps.len() - 1);
     let q = queries.rows.as_chunks::<32>().0;
-    let q: [&[[i8; 32]]; 4] = [0, 1, 2, 3].map(|r| &q[(first + r).min(last) * places..][..places]);
+    let row = |r: usize| &q[(first + r).min(last) * places..][..places];
+    let q: [&[[i8; 32]]; 4] = [row(0), row(1), row(2), row(3)];
     // A uniform grid is its own table: its codes are the levels, and they are not negative.
     let uniform = grid.middle != 0.0;
     // SAFETY: an array of 16 bytes is read, unaligned.

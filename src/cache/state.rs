@@ -1,0 +1,289 @@
+//! A cache taken apart into named arrays and one text of scalars, and put together again: mlx-lm's `state` and `from_state`.
+//!
+//! Exact rows are cut to the tokens that they hold. The text is JSON and holds all that is no array: recipe, codec specs, positions,
+//! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
+
+use super::tiers::Held;
+use super::{Exact, KvCache, LayerCache, LayerShape};
+use crate::attention::{Segment, Stored};
+use crate::codec::Codec;
+use crate::codes::{Buffer, Codes, Frame};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use crate::policy::TierPolicy;
+use crate::recipe::Recipe;
+use crate::spec::CodecSpec;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::sync::Arc;
+
+/// What a layer's cache is made of.
+#[derive(Clone, Debug)]
+pub struct State<T> {
+    /// Arrays by name. Buffers are shared with the cache, not copied.
+    pub arrays: BTreeMap<String, T>,
+    /// Everything else, JSON.
+    pub meta: String,
+}
+
+/// What a model's cache is made of.
+#[derive(Clone, Debug)]
+pub struct ModelState<T> {
+    /// One for each layer with keys and values.
+    pub layers: Vec<State<T>>,
+    /// Its ordinal among them for each layer of the model.
+    pub ordinals: Vec<Option<usize>>,
+}
+
+/// The scalars.
+#[derive(Serialize, Deserialize)]
+struct Meta {
+    version: u32,
+    recipe: Recipe,
+    dims: [usize; 2],
+    specs: [Option<CodecSpec>; 2],
+    offset: usize,
+    sinks: usize,
+    window: usize,
+    framed: bool,
+    body: Vec<Run>,
+    tiers: Option<TierMeta>,
+}
+
+/// Tokens of a segment, and the specs of what is packed of it.
+#[derive(Serialize, Deserialize)]
+struct Run {
+    start: usize,
+    len: usize,
+    specs: [Option<CodecSpec>; 2],
+}
+
+#[derive(Serialize, Deserialize)]
+struct TierMeta {
+    policy: TierPolicy,
+    observe_every: usize,
+    unobserved: usize,
+    pins: Vec<Range<usize>>,
+    exact: [crate::policy::Ema; 2],
+    blocks: Vec<Held>,
+}
+
+const VERSION: u32 = 1;
+const SIDES: [&str; 2] = ["keys", "values"];
+
+impl<E: Engine + Clone> LayerCache<E> {
+    /// The cache taken apart; [`LayerCache::from_state`] puts it together.
+    ///
+    /// # Errors
+    /// The engine's own.
+    pub fn state(&self) -> Result<State<E::Tensor>> {
+        let mut arrays = BTreeMap::new();
+        let exact = [("sinks", &self.sinks, self.sinks_len), ("window", &self.window, self.window_len)];
+        for (name, part, len) in exact {
+            if let Some(part) = part {
+                for (side, rows) in SIDES.iter().zip([&part.keys, &part.values]) {
+                    arrays.insert(format!("{name}.{side}"), rows.slice(2, 0, len)?);
+                }
+            }
+        }
+        if let Some(queries) = &self.queries {
+            arrays.insert("queries".to_string(), queries.clone());
+        }
+        for (side, frame) in SIDES.iter().zip(self.frames.iter().flatten()) {
+            let tables = [("centre", &frame.centre), ("gain", &frame.gain), ("order", &frame.order)];
+            for (name, table) in tables {
+                if let Some(table) = table {
+                    arrays.insert(format!("frame.{side}.{name}"), table.clone());
+                }
+            }
+        }
+        for (side, codec) in SIDES.iter().zip(&self.codecs) {
+            if let Some(levels) = codec.as_ref().and_then(|c| c.fitted()) {
+                let levels = crate::Tensor::new(&[levels.len()], levels.to_vec())?;
+                arrays.insert(format!("levels.{side}"), self.engine.put(&levels)?);
+            }
+        }
+        let mut body = vec![];
+        for (i, segment) in self.body.iter().enumerate() {
+            let mut specs = [None, None];
+            for (k, stored) in [&segment.keys, &segment.values].into_iter().enumerate() {
+                let name = |what: &str| format!("body.{i}.{}.{what}", SIDES[k]);
+                match stored {
+                    Stored::Exact { rows, len } => {
+                        arrays.insert(name("rows"), rows.slice(2, 0, *len)?);
+                    }
+                    Stored::Packed(codes) => {
+                        arrays.insert(name("words"), codes.words().clone());
+                        arrays.insert(name("scales"), codes.scales().clone());
+                        specs[k] = Some(*codes.codec().spec());
+                    }
+                }
+            }
+            body.push(Run { start: segment.start, len: segment.keys.len(), specs });
+        }
+        let meta = Meta {
+            version: VERSION,
+            recipe: self.recipe.clone(),
+            dims: [self.shape.key_dim, self.shape.value_dim],
+            specs: [0, 1].map(|i| self.codecs[i].as_ref().map(|c| *c.spec())),
+            offset: self.offset,
+            sinks: self.sinks_len,
+            window: self.window_len,
+            framed: self.frames.is_some(),
+            body,
+            tiers: self.tiers.as_ref().map(|t| TierMeta {
+                policy: t.policy.clone(),
+                observe_every: t.observe_every,
+                unobserved: t.unobserved,
+                pins: t.pins.clone(),
+                exact: t.exact,
+                blocks: t.blocks.clone(),
+            }),
+        };
+        let meta = serde_json::to_string(&meta).map_err(|e| misfit(e.to_string()))?;
+        Ok(State { arrays, meta })
+    }
+
+    /// A cache from what [`LayerCache::state`] gave; it goes on as the first one would have.
+    ///
+    /// # Errors
+    /// [`Error::Parse`] if the text is not one of this version, an array is missing, or the numbers contradict the arrays;
+    /// [`Error::Shape`] if an array does not fit its codec.
+    pub fn from_state(engine: E, state: &State<E::Tensor>) -> Result<LayerCache<E>> {
+        let meta: Meta = serde_json::from_str(&state.meta).map_err(|e| misfit(e.to_string()))?;
+        if meta.version != VERSION {
+            return Err(misfit(format!("version {}, this program reads {VERSION}", meta.version)));
+        }
+        let array = |name: &str| {
+            state.arrays.get(name).cloned().ok_or_else(|| misfit(format!("there is no array {name}")))
+        };
+        let codec = |i: usize| -> Result<Option<Arc<Codec>>> {
+            let Some(spec) = meta.specs[i] else { return Ok(None) };
+            let codec = match state.arrays.get(&format!("levels.{}", SIDES[i])) {
+                Some(levels) => Codec::with_levels(spec, engine.get(levels)?.to_f32()?.into())?,
+                None => Codec::new(spec)?,
+            };
+            Ok(Some(Arc::new(codec)))
+        };
+        let codecs = [codec(0)?, codec(1)?];
+        let shape = LayerShape { key_dim: meta.dims[0], value_dim: meta.dims[1] };
+        let mut cache = LayerCache::with_codecs(engine, meta.recipe, shape, codecs)?;
+        let mut known: Vec<Arc<Codec>> = cache.codecs.iter().flatten().cloned().collect();
+        if let Some(tiers) = meta.tiers {
+            cache = cache.with_tiers(&tiers.policy, tiers.observe_every)?;
+            if let Some(made) = &mut cache.tiers {
+                if tiers.blocks.iter().any(|b| b.tier >= made.codecs.len()) {
+                    return Err(misfit("a block is in a tier that the policy does not have".into()));
+                }
+                made.unobserved = tiers.unobserved;
+                (made.pins, made.exact, made.blocks) = (tiers.pins, tiers.exact, tiers.blocks);
+                known.extend(made.codecs.iter().flatten().flatten().cloned());
+            }
+        }
+        let exact = |name: &str, len: usize| -> Result<Option<Exact<E::Tensor>>> {
+            if !state.arrays.contains_key(&format!("{name}.keys")) {
+                return if len == 0 {
+                    Ok(None)
+                } else {
+                    Err(misfit(format!("there is no array {name}.keys")))
+                };
+            }
+            let (keys, values) = (array(&format!("{name}.keys"))?, array(&format!("{name}.values"))?);
+            expect_rows(&keys, len, shape.key_dim)?;
+            expect_rows(&values, len, shape.value_dim)?;
+            Ok(Some(Exact { keys, values, capacity: len }))
+        };
+        (cache.sinks, cache.window) = (exact("sinks", meta.sinks)?, exact("window", meta.window)?);
+        let frame = |side: &str| {
+            let table = |name: &str| state.arrays.get(&format!("frame.{side}.{name}")).cloned();
+            Frame { centre: table("centre"), gain: table("gain"), order: table("order") }
+        };
+        let frames = SIDES.map(frame);
+        for (i, run) in meta.body.iter().enumerate() {
+            let side = |k: usize| -> Result<Stored<E::Tensor>> {
+                let name = |what: &str| format!("body.{i}.{}.{what}", SIDES[k]);
+                let Some(spec) = &run.specs[k] else {
+                    let rows = array(&name("rows"))?;
+                    expect_rows(&rows, run.len, meta.dims[k])?;
+                    return Ok(Stored::Exact { rows, len: run.len });
+                };
+                let codec = known.iter().find(|c| c.spec() == spec).cloned();
+                let codec = codec.ok_or_else(|| misfit(format!("{spec} is no codec of the recipe")))?;
+                let (words, scales) = (array(&name("words"))?, array(&name("scales"))?);
+                Codes::new(codec, frames[k].clone(), words, scales).map(Stored::Packed)
+            };
+            let (keys, values) = (side(0)?, side(1)?);
+            if [keys.len(), values.len()] != [run.len; 2] {
+                return Err(misfit(format!("segment {i} has {} tokens, not {}", keys.len(), run.len)));
+            }
+            cache.body.push(Segment { start: run.start, keys, values });
+        }
+        cache.queries = state.arrays.get("queries").cloned();
+        if let Some(queries) = &cache.queries
+            && !matches!(queries.shape()[..], [_, _, _, d] if d == shape.key_dim)
+        {
+            let expected = format!("[B, Hq, n, {}]", shape.key_dim);
+            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
+        }
+        cache.frames = meta.framed.then_some(frames);
+        (cache.sinks_len, cache.window_len, cache.offset) = (meta.sinks, meta.window, meta.offset);
+        cache.consistent()?;
+        Ok(cache)
+    }
+
+    /// Segments follow one another, belong to the same sequences, and end at the offset.
+    fn consistent(&self) -> Result<()> {
+        let segments = self.segments();
+        let mut end = 0;
+        for s in &segments {
+            if s.start < end
+                || s.keys.heads() != segments[0].keys.heads()
+                || s.values.heads() != s.keys.heads()
+            {
+                return Err(misfit(format!("the segment at {} does not follow the one before", s.start)));
+            }
+            end = s.start + s.keys.len();
+        }
+        // Only the window reaches the offset where a policy has dropped blocks.
+        if end > self.offset || (self.window_len > self.offset) || (self.window.is_none() && self.offset > 0)
+        {
+            return Err(misfit(format!("tokens up to {end}, the offset is {}", self.offset)));
+        }
+        Ok(())
+    }
+}
+
+impl<E: Engine + Clone> KvCache<E> {
+    /// The cache taken apart; [`KvCache::from_state`] puts it together.
+    ///
+    /// # Errors
+    /// The engine's own.
+    pub fn state(&self) -> Result<ModelState<E::Tensor>> {
+        let layers = self.layers.iter().map(LayerCache::state).collect::<Result<_>>()?;
+        Ok(ModelState { layers, ordinals: self.ordinals.clone() })
+    }
+
+    /// A cache from what [`KvCache::state`] gave.
+    ///
+    /// # Errors
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the ordinals are not those of the layers.
+    pub fn from_state(engine: E, state: &ModelState<E::Tensor>) -> Result<KvCache<E>> {
+        if !state.ordinals.iter().flatten().copied().eq(0..state.layers.len()) {
+            return Err(misfit(format!("{} layers do not have these ordinals", state.layers.len())));
+        }
+        let layers = state.layers.iter().map(|s| LayerCache::from_state(engine.clone(), s));
+        Ok(KvCache { layers: layers.collect::<Result<_>>()?, ordinals: state.ordinals.clone() })
+    }
+}
+
+fn expect_rows<T: Buffer>(rows: &T, len: usize, dim: usize) -> Result<()> {
+    match rows.shape()[..] {
+        [_, _, n, d] if n == len && d == dim => Ok(()),
+        _ => Err(Error::Shape { what: "rows", expected: format!("[B, H, {len}, {dim}]"), got: rows.shape() }),
+    }
+}
+
+fn misfit(reason: String) -> Error {
+    Error::Parse { what: "cache state", text: "state".into(), reason }
+}

@@ -1,0 +1,362 @@
+//! What mlx-lm's cache contract asks beyond append and attend: state and from_state, masks, and field cases of streaming.
+
+mod common;
+
+use common::*;
+use turbomoq::attention::Rules;
+use turbomoq::cache::{KvCache, LayerCache, LayerShape, Mask, State};
+use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
+use turbomoq::engine::Engine;
+use turbomoq::policy::TierPolicy;
+use turbomoq::{Error, Recipe, Tensor};
+
+const RECIPES: [&str; 6] = [
+    "key=d128:b3:equalised:hadamard:trellis10:unbiased:log8,value=exact,sinks=4,window=32",
+    "best@4/4",
+    "best@2.5/16,window=32",
+    "turboquant-prod@4/4,window=16",
+    "kivi@2/2",
+    "mlx-affine@4/3,sinks=4,window=32",
+];
+
+fn cache<E: Engine + Clone>(engine: &E, recipe: &str, d: usize) -> LayerCache<E> {
+    let recipe: Recipe = recipe.parse().unwrap();
+    LayerCache::new(engine.clone(), &recipe, 1, LayerShape { key_dim: d, value_dim: d }).unwrap()
+}
+
+fn cut(x: &Tensor, a: usize, b: usize) -> Tensor {
+    x.slice(2, a, b).unwrap()
+}
+
+/// Causal attention of the last queries over dense keys and values, softmax in f64.
+fn exact(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, hidden: impl Fn(usize, usize) -> bool) -> Vec<f32> {
+    let ([b, hq, l, _], t) = (q.shape().try_into().unwrap(), k.shape()[2]);
+    let mut w = dense_scores(k, q).unwrap().to_f32().unwrap();
+    for (row, w) in w.chunks_exact_mut(t).enumerate() {
+        let i = row % l;
+        let e: Vec<f64> = (0..t)
+            .map(
+                |j| if j + l <= t + i && !hidden(i, j) { f64::from(w[j] * scale) } else { f64::NEG_INFINITY },
+            )
+            .collect();
+        let top = e.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let e: Vec<f64> = e.iter().map(|x| if top.is_finite() { (x - top).exp() } else { 0.0 }).collect();
+        let sum = e.iter().sum::<f64>().max(f64::MIN_POSITIVE);
+        w.iter_mut().zip(e).for_each(|(w, e)| *w = (e / sum) as f32);
+    }
+    dense_sum(v, &Tensor::new(&[b, hq, l, t], w).unwrap()).unwrap().to_f32().unwrap()
+}
+
+fn goes_on_from_its_state<E: Engine + Clone>(engine: &E, recipes: &[&str], policies: &[&str], t: usize) {
+    let (h, d) = (2, 64);
+    let (k, v, q) = (keys(&[1, h, t, d], 1), gauss(&[1, h, t, d], 2), gauss(&[1, 2 * h, t, d], 3));
+    let host = |x: &E::Tensor| engine.get(x).unwrap().to_f32().unwrap();
+    for recipe in recipes {
+        for policy in policies {
+            for at in [0, 3, 131, 2 * t / 3] {
+                let what = format!("{recipe}, {policy}, {at} tokens");
+                let policy: TierPolicy = policy.parse().unwrap();
+                let mut one = cache(engine, recipe, d).with_tiers(&policy, 4).unwrap();
+                let step = |cache: &mut LayerCache<E>, a: usize, b: usize| {
+                    let put = |x: &Tensor| engine.put(&cut(x, a, b)).unwrap();
+                    host(
+                        &cache
+                            .update_and_attend(&put(&q), &put(&k), &put(&v), &Rules::causal(0.125))
+                            .unwrap(),
+                    )
+                };
+                if at > 0 {
+                    step(&mut one, 0, at);
+                }
+                let state = one.state().unwrap();
+                let mut two = LayerCache::from_state(engine.clone(), &state).unwrap();
+                assert_eq!((two.offset(), two.len()), (one.offset(), one.len()), "{what}");
+                assert_eq!(two.recipe(), one.recipe(), "{what}");
+                for (a, b) in [(at, at + 1), (at + 1, t)] {
+                    let far = greatest_difference(&step(&mut one, a, b), &step(&mut two, a, b));
+                    assert!(far <= if engine.name() == "cpu" { 0.0 } else { 1e-4 }, "{what}: {far}");
+                }
+                let ((ka, va), (kb, vb)) = (one.fetch().unwrap(), two.fetch().unwrap());
+                assert_eq!(greatest_difference(&host(&ka), &host(&kb)), 0.0, "{what}");
+                assert_eq!(greatest_difference(&host(&va), &host(&vb)), 0.0, "{what}");
+                assert_eq!(two.blocks(), one.blocks(), "{what}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_cache_goes_on_from_its_state() {
+    goes_on_from_its_state(&Cpu, &RECIPES, &["none"], 700);
+    let policies = ["progressive:128=16/16,256=6/6,rest=3/2", "attention"];
+    goes_on_from_its_state(&Cpu, &["best@4/4", "turboquant-mse@4/4"], &policies, 900);
+}
+
+#[test]
+fn exact_rows_of_a_state_are_cut_to_the_tokens() {
+    let x = gauss(&[1, 2, 5, 64], 1);
+    let mut cache = cache(&Cpu, "best@4/4", 64);
+    cache.append(&x, &x).unwrap();
+    let state = cache.state().unwrap();
+    let rows = |name: &str| state.arrays[name].shape()[2];
+    assert_eq!(["sinks.keys", "sinks.values", "window.keys", "window.values"].map(rows), [4, 4, 1, 1]);
+}
+
+#[test]
+fn states_that_contradict_themselves_are_refused() {
+    let (k, v) = (keys(&[1, 2, 400, 64], 1), gauss(&[1, 2, 400, 64], 2));
+    let mut cache = cache(&Cpu, "best@4/4", 64);
+    cache.append(&k, &v).unwrap();
+    let good = cache.state().unwrap();
+    assert!(LayerCache::from_state(Cpu, &good).is_ok());
+    for name in good.arrays.keys().filter(|name| !name.starts_with("frame")) {
+        let mut bad = good.clone();
+        bad.arrays.remove(name);
+        assert!(matches!(LayerCache::from_state(Cpu, &bad), Err(Error::Parse { .. })), "without {name}");
+        let mut bad = good.clone();
+        let short = bad.arrays[name].slice(2, 0, 1).unwrap();
+        bad.arrays.insert(name.clone(), short);
+        assert!(LayerCache::from_state(Cpu, &bad).is_err() || good.arrays[name].shape()[2] == 1, "{name}");
+    }
+    let with = |from: &str, to: &str| State { meta: good.meta.replacen(from, to, 1), ..good.clone() };
+    for (from, to) in [
+        ("\"version\":1", "\"version\":2"),
+        ("\"offset\":400", "\"offset\":300"),
+        ("\"window\":", "\"window\":1"),
+        ("\"start\":4", "\"start\":2"),
+        ("{", "["),
+    ] {
+        assert!(good.meta.contains(from), "{from} in {}", good.meta);
+        assert!(LayerCache::from_state(Cpu, &with(from, to)).is_err(), "{from} to {to}");
+    }
+}
+
+#[test]
+fn a_model_goes_on_from_its_state() {
+    // A hybrid: the middle layer has no keys and values.
+    let shape = Some(LayerShape { key_dim: 64, value_dim: 64 });
+    let mut one = KvCache::new(Cpu, &"best@4/4".parse().unwrap(), &[shape, None, shape], &[1]).unwrap();
+    let (k, v) = (keys(&[1, 2, 300, 64], 1), gauss(&[1, 2, 300, 64], 2));
+    one.layers_mut().iter_mut().for_each(|l| l.append(&k, &v).unwrap());
+    let state = one.state().unwrap();
+    let two = KvCache::from_state(Cpu, &state).unwrap();
+    assert_eq!((two.offset(), two.ordinal(1), two.ordinal(2)), (300, None, Some(1)));
+    for (a, b) in one.layers().iter().zip(two.layers()) {
+        assert_eq!(a.fetch().unwrap(), b.fetch().unwrap());
+    }
+    let mut bad = state.clone();
+    bad.ordinals = vec![Some(0), Some(0)];
+    assert!(KvCache::from_state(Cpu, &bad).is_err());
+}
+
+#[test]
+fn masks_say_what_the_rules_do() {
+    let (t, d) = (300, 64);
+    let (k, v) = (keys(&[2, 2, t, d], 1), gauss(&[2, 2, t, d], 2));
+    let q = gauss(&[2, 4, 4, d], 3);
+    let mut cache = cache(&Cpu, "best@4/4", d);
+    assert!(matches!(cache.make_mask(1, false, None, &[]).unwrap(), Mask::None));
+    assert!(matches!(cache.make_mask(5, false, None, &[]).unwrap(), Mask::Causal));
+    cache.append(&cut(&k, 0, t - 4), &cut(&v, 0, t - 4)).unwrap();
+    assert!(matches!(cache.make_mask(1, false, Some(t), &[0, 0]).unwrap(), Mask::None));
+    for (window, padding) in
+        [(None, vec![]), (Some(50), vec![]), (None, vec![3, 0]), (Some(200), vec![150, 7])]
+    {
+        // T21: of shape (B, 1, L, stored), the padding of its row hidden, causal within L.
+        let Mask::Array(mask) = cache.make_mask(4, true, window, &padding).unwrap() else {
+            panic!("no array")
+        };
+        assert_eq!(mask.shape(), [padding.len().max(1), 1, 4, t]);
+        let mut by_mask = cache.clone();
+        let mut by_rules = cache.clone();
+        let last = |x: &Tensor| cut(x, t - 4, t);
+        let rules = Rules { mask: Some(mask), causal: false, ..Rules::causal(0.125) };
+        let a = by_mask.update_and_attend(&q, &last(&k), &last(&v), &rules).unwrap();
+        let rules = Rules { sliding_window: window, left_padding: padding, ..Rules::causal(0.125) };
+        let b = by_rules.update_and_attend(&q, &last(&k), &last(&v), &rules).unwrap();
+        let far = greatest_difference(&a.to_f32().unwrap(), &b.to_f32().unwrap());
+        assert!(far < 1e-5, "{window:?}: {far}");
+    }
+}
+
+#[test]
+fn t25_what_was_trimmed_is_never_read_again() {
+    let (t, d) = (200, 64);
+    let (k, v) = (keys(&[1, 2, t, d], 1), gauss(&[1, 2, t, d], 2));
+    let q = gauss(&[1, 4, 1, d], 3);
+    let bad = Tensor::new(&[1, 2, 60, d], vec![f32::NAN; 2 * 60 * d]).unwrap();
+    // At 200 a block leaves the window in between.
+    for len in [1, 7, 63, 64, 65, 133, 190, 200] {
+        let mut clean = cache(&Cpu, "best@4/4", d);
+        clean.append(&cut(&k, 0, len), &cut(&v, 0, len)).unwrap();
+        let mut soiled = clean.clone();
+        soiled.append(&bad, &bad).unwrap();
+        soiled.trim(60).unwrap();
+        let attend = |c: &LayerCache<Cpu>| c.attend(&q, &Rules::causal(0.125)).unwrap();
+        let out = attend(&soiled);
+        assert!(out.to_f32().unwrap().iter().all(|x| x.is_finite()), "{len} tokens");
+        let far = greatest_difference(&out.to_f32().unwrap(), &attend(&clean).to_f32().unwrap());
+        assert!(far == 0.0 || len == 200, "{len} tokens: {far}");
+    }
+}
+
+#[test]
+fn t26_a_slice_decodes_to_the_rows_of_the_whole() {
+    let x = gauss(&[2, 4, 256, 64], 1);
+    for bits in [2, 3, 4, 8] {
+        for recipe in ["turboquant-mse", "uniform"] {
+            let recipe: Recipe = format!("{recipe}@{bits}").parse().unwrap();
+            let packed = turbomoq::Compressor::new(recipe).compress_layer(0, &x, &x).unwrap();
+            let codes = packed.key.body.as_ref().unwrap();
+            let whole = Cpu.decode(codes, turbomoq::Dtype::F32).unwrap();
+            for len in [1, 77, 255, 256] {
+                let part = Cpu.decode(&codes.slice(0, len).unwrap(), turbomoq::Dtype::F32).unwrap();
+                assert_eq!(part, cut(&whole, 0, len).compact(), "{bits} bits, {len} tokens");
+            }
+        }
+    }
+}
+
+#[test]
+fn t27_small_prefill_chunks_stay_finite() {
+    let (h, t, d) = (16, 44, 64);
+    let (k, v, q) = (keys(&[1, h, t, d], 1), gauss(&[1, h, t, d], 2), gauss(&[1, h, t, d], 3));
+    for recipe in ["uniform@8/8", "turboquant-mse@4/4"] {
+        let run = |chunk: usize| -> Vec<f32> {
+            let mut cache = cache(&Cpu, recipe, d);
+            let step = |at: usize| {
+                let part = |x: &Tensor| cut(x, at, (at + chunk).min(t));
+                cache.update_and_attend(&part(&q), &part(&k), &part(&v), &Rules::causal(0.125)).unwrap()
+            };
+            let outs: Vec<Tensor> = (0..t).step_by(chunk).map(step).collect();
+            Tensor::concat(2, &outs).unwrap().to_f32().unwrap()
+        };
+        let whole = run(t);
+        for chunk in [1, 2, 3, 4, 5, 7] {
+            let out = run(chunk);
+            assert!(out.iter().all(|x| x.is_finite()), "{recipe}, chunks of {chunk}");
+            assert!(greatest_difference(&out, &whole) < 1e-3, "{recipe}, chunks of {chunk}");
+        }
+    }
+}
+
+#[test]
+fn t28_masks_of_every_width() {
+    let d = 64;
+    for t in (26..=32).chain([63, 64, 65, 95, 96, 127, 128, 129, 160, 192, 224, 320, 383, 384, 385]) {
+        let (k, v) = (keys(&[1, 2, t, d], 1), gauss(&[1, 2, t, d], 2));
+        let mut cache = cache(&Cpu, "turboquant-mse@4/4,sinks=4,window=16", d);
+        cache.append(&k, &v).unwrap();
+        let (kf, vf) = cache.fetch().unwrap();
+        for l in [1, t] {
+            let hidden = |i: usize, j: usize| (i + 2 * j) % 3 == 0;
+            let bits = (0..l * t).map(|n| u8::from(!hidden(n / t, n % t))).collect();
+            let mask = Some(Tensor::new(&[1, 1, l, t], bits).unwrap());
+            let q = gauss(&[1, 4, l, d], 3);
+            let rules = Rules { mask, exact: true, ..Rules::causal(0.125) };
+            let out = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
+            let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.125, hidden));
+            assert!(far < 1e-4, "{t} tokens, {l} queries: {far}");
+        }
+    }
+}
+
+#[test]
+fn t29_every_pair_of_widths() {
+    let t = 260;
+    for d in [64, 128] {
+        let (k, v) = (keys(&[1, 2, t, d], 1), gauss(&[1, 2, t, d], 2));
+        for key in [2, 3, 4, 5, 6, 8, 16u8] {
+            for value in [2, 3, 4, 5, 6, 8, 16u8] {
+                let mut cache = cache(&Cpu, &format!("turboquant-mse@{key}/{value},sinks=2,window=8"), d);
+                cache.append(&k, &v).unwrap();
+                let (kf, vf) = cache.fetch().unwrap();
+                for l in [1, 4] {
+                    let q = gauss(&[1, 4, l, d], 3);
+                    let rules = Rules { exact: true, ..Rules::causal(0.09) };
+                    let out = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
+                    let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.09, |_, _| false));
+                    assert!(far < 1e-4, "{key}/{value}, {d} channels, {l} queries: {far}");
+                }
+                let report = cache.report().unwrap();
+                let packed = report.parts.iter().find(|p| p.tier == "packed");
+                let Some(packed) = packed.filter(|_| (key, value) != (16, 16)) else {
+                    assert_eq!((key, value), (16, 16), "nothing is packed");
+                    continue;
+                };
+                // 16 keeps a side in the dtype it came in.
+                let bits = |bits: u8| if bits == 16 { 32.0 } else { f32::from(bits) };
+                assert_eq!((packed.key_bits, packed.value_bits), (bits(key), bits(value)));
+            }
+        }
+    }
+}
+
+#[test]
+fn t30_rows_of_a_batch_do_not_depend_on_one_another() {
+    let (t, d) = (400, 64);
+    let scaled = |x: Tensor, by: f32| {
+        Tensor::new(x.shape(), x.to_f32().unwrap().iter().map(|x| x * by).collect::<Vec<f32>>()).unwrap()
+    };
+    let rows: Vec<[Tensor; 3]> = [(1000.0, 1000.0), (100.0, 500.0), (1.0, 1.0)]
+        .iter()
+        .zip(0..)
+        .map(|(&(by_q, by_k), i)| {
+            [
+                scaled(gauss(&[1, 2, t, d], 10 + i), by_k),
+                gauss(&[1, 2, t, d], 20 + i),
+                scaled(gauss(&[1, 4, 1, d], 30 + i), by_q),
+            ]
+        })
+        .collect();
+    let run = |which: &[usize]| {
+        let join = |i: usize| {
+            let parts: Vec<Tensor> = which.iter().map(|&r| rows[r][i].clone()).collect();
+            Tensor::concat(0, &parts).unwrap()
+        };
+        let mut cache = cache(&Cpu, "turboquant-mse@4/4,sinks=4,window=32", d);
+        cache.append(&join(0), &join(1)).unwrap();
+        cache.attend(&join(2), &Rules::causal(0.125)).unwrap().to_f32().unwrap()
+    };
+    let alone: Vec<Vec<f32>> = (0..3).map(|r| run(&[r])).collect();
+    for order in [[0, 1, 2], [2, 0, 1], [1, 2, 0]] {
+        for (out, r) in run(&order).chunks_exact(4 * d).zip(order) {
+            assert!(greatest_difference(out, &alone[r]) < 1e-4, "row {r} in {order:?}");
+        }
+    }
+}
+
+#[cfg(feature = "mlx")]
+mod graph {
+    use super::*;
+    use turbomoq::graph::Graph;
+
+    #[test]
+    fn a_graph_cache_goes_on_from_its_state() {
+        let graph = Graph::new();
+        goes_on_from_its_state(&graph, &["turboquant-mse@4/4,window=32", "kivi@2/2"], &["none"], 300);
+        let policy = "progressive:128=16/16,256=6/6,rest=3/2";
+        goes_on_from_its_state(&graph, &["turboquant-mse@4/4"], &[policy], 600);
+    }
+
+    #[test]
+    fn t33_scores_of_a_long_prefill_stay_within_a_budget() {
+        // All scores at once would be 4 x 1500 x 8192 floats: 197 MB.
+        let (t, l, d) = (8192, 1500, 64);
+        let (k, v, q) = (gauss(&[1, 1, t, d], 1), gauss(&[1, 1, t, d], 2), gauss(&[1, 4, l, d], 3));
+        let graph = Graph::new();
+        let put = |x: &Tensor| graph.put(x).unwrap();
+        let recipe = "turbomoq@4/16,sinks=0,window=0";
+        let (mut host, mut device) = (cache(&Cpu, recipe, d), cache(&graph, recipe, d));
+        host.append(&k, &v).unwrap();
+        device.append(&put(&k), &put(&v)).unwrap();
+        let bits = (0..l * t).map(|i| u8::from(i % 7 != 0)).collect();
+        let mask = Tensor::new(&[1, 1, l, t], bits).unwrap();
+        let on_device = Rules { mask: Some(put(&mask)), sliding_window: Some(7900), ..Rules::causal(0.125) };
+        let on_host = Rules { mask: Some(mask), sliding_window: Some(7900), ..Rules::causal(0.125) };
+        let want = host.attend(&q, &Rules { exact: true, ..on_host }).unwrap().to_f32().unwrap();
+        let out = device.attend(&put(&q), &on_device).unwrap();
+        let out = graph.get(&out).unwrap().to_f32().unwrap();
+        assert!(greatest_difference(&want, &out) < 1e-3);
+    }
+}
