@@ -158,6 +158,16 @@ pub enum Error {
         /// The server's words.
         message: String,
     },
+    /// A measurement found a result that is too far from its reference.
+    #[error("{what}: off by {error:.2e} of the greatest value, {bound:.2e} is allowed")]
+    Inaccurate {
+        /// What was computed.
+        what: String,
+        /// Greatest difference over the greatest value.
+        error: f64,
+        /// What is allowed.
+        bound: f64,
+    },
     /// MLX reported an error.
     #[cfg(feature = "mlx")]
     #[error("MLX: {0}")]

@@ -19,6 +19,7 @@ pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
 pub mod grid;
+pub mod kernels;
 pub mod lanes;
 #[cfg(feature = "mlx")]
 pub mod mlx_ops;

@@ -273,3 +273,24 @@ fn a_full_disk_leaves_the_old_file() {
     assert_eq!(std::fs::read(place.path("out.tmq")).unwrap(), before);
     assert_eq!(place.names(), ["in.safetensors", "out.tmq"], "no temporary file is left");
 }
+
+#[test]
+fn bench_checks_before_it_times_and_draws_what_it_timed() {
+    let place = Place::new();
+    let sizes =
+        "bench --recipes turbomoq@4 best@3 --tokens 300 40 --heads 1 --group 2 --head-dim 64 --budget-ms 1";
+    let output = place.json(&format!("{sizes} --svg times.svg"));
+    let list = |name: &str| output[name].as_array().unwrap().clone();
+    let engines = if cfg!(feature = "mlx") { 2 } else { 1 };
+    // Exact rows and two recipes: two checks and two lengths each on every engine.
+    assert_eq!((list("checks").len(), list("cells").len()), (engines * 6, engines * 6));
+    assert!(list("checks").iter().all(|c| c["error"].as_f64() <= c["bound"].as_f64()));
+    assert!(list("cells").iter().all(|c| c["ms"].as_f64() > Some(0.0) && c["bytes"].as_u64() > Some(0)));
+    assert_eq!(list("crossovers").len(), engines * 2);
+    let svg = std::fs::read_to_string(place.path("times.svg")).unwrap();
+    assert!(svg.contains("best@3") && svg.contains("polyline"));
+    let table = place.good(sizes);
+    assert!(table.contains("checks passed") && table.contains("exact fp16"), "{table}");
+    place.bad("bench --heads 0", 1, &["heads = 0"]);
+    place.bad("bench --recipes nothing@4", 1, &["nothing"]);
+}

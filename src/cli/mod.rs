@@ -2,6 +2,7 @@
 //!
 //! Exit codes: 0 done, 1 the command failed, 2 the arguments make no sense (clap's own).
 
+mod bench;
 mod budget;
 mod calibrate;
 mod capacity;
@@ -65,6 +66,8 @@ enum Command {
     /// Show what a server holds
     #[cfg(unix)]
     Stats(top::StatsArguments),
+    /// Time a decode step on this machine: engines x recipes x lengths
+    Bench(bench::Arguments),
     #[cfg(feature = "mlx")]
     /// Time both engines on this machine, for `--engine auto`
     Tune(tune::Arguments),
@@ -171,6 +174,7 @@ pub fn run() -> ExitCode {
         Command::Top(arguments) => top::top(&arguments),
         #[cfg(unix)]
         Command::Stats(arguments) => top::stats(&arguments),
+        Command::Bench(arguments) => bench::run(&arguments),
         #[cfg(feature = "mlx")]
         Command::Tune(arguments) => tune::run(&arguments),
         Command::Recipes => {

@@ -1,7 +1,7 @@
 //! Attention as one MLX graph: scores of every part, one f32 softmax over all, weighted sums of every part.
 
-use super::Graph;
 use super::stages::num;
+use super::{Graph, fused};
 use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, shares, span};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -19,8 +19,11 @@ pub(super) fn attend(
     queries: &Array,
     rules: &Rules<Array>,
 ) -> Result<Array> {
-    let Sizes { batch, heads, group, queries: l, tokens, .. } =
-        check(segments, &mlx_ops::shape(queries), rules)?;
+    let sizes = check(segments, &mlx_ops::shape(queries), rules)?;
+    if let Some(out) = fused::attend(graph, segments, queries, rules, sizes)? {
+        return Ok(out);
+    }
+    let Sizes { batch, heads, group, queries: l, tokens, .. } = sizes;
     let run = (BUDGET / (4 * batch * heads * group * tokens).max(1)).max(1);
     if run >= l {
         return attend_run(graph, segments, queries, rules, 0);
@@ -143,7 +146,7 @@ fn softmax(scores: &Array, sink_logits: Option<&Array>) -> Result<Array> {
 }
 
 /// Scores behind a boolean or additive mask; what is hidden stays hidden even where the score is NaN.
-fn masked(scores: Array, mask: &Array) -> Result<Array> {
+pub(super) fn masked(scores: Array, mask: &Array) -> Result<Array> {
     let hidden = num(f32::NEG_INFINITY);
     let lowest = match mask.dtype() {
         Dtype::Bool => return Ok(select(mask, scores, hidden)?),

@@ -2,7 +2,7 @@
 
 use super::stages::{dot, finite, num, pack, scale_of, store_scale, with_last};
 use super::tables::BandTables;
-use super::{Graph, join, trellis, unsupported};
+use super::{Graph, fused, join, trellis, unsupported};
 use crate::codec::{BandGrid, Codec};
 use crate::error::Result;
 use crate::mlx_ops::slice;
@@ -11,6 +11,9 @@ use mlx_rs::{Array, Dtype as MlxDtype};
 
 /// Words and scales of vectors [B, H, T, D] that are in their frame.
 pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(Array, Array)> {
+    if let Some(packed) = fused::encode(graph, codec, t)? {
+        return Ok(packed);
+    }
     let tables = graph.tables(codec)?;
     let (mut words, mut scales, mut left) = (vec![], vec![], vec![]);
     for (i, band) in codec.bands().iter().enumerate() {

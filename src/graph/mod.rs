@@ -7,6 +7,7 @@
 mod attend;
 mod encode;
 mod frame;
+mod fused;
 mod products;
 mod stages;
 mod tables;
@@ -17,6 +18,7 @@ use crate::codec::{Band, BandGrid, Codec};
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_vectors};
 use crate::error::{Error, Result};
+use crate::kernels::{Device, Kernels};
 use crate::mlx_ops::{self, slice};
 use crate::spec::CodecSpec;
 use crate::tensor::{Dtype, Tensor};
@@ -30,9 +32,16 @@ use std::sync::Arc;
 use tables::Tables;
 
 /// The MLX engine.
-#[derive(Clone, Default)]
+#[derive(Clone)]
 pub struct Graph {
     tables: Rc<RefCell<HashMap<TableKey, Rc<Tables>>>>,
+    kernels: Rc<Kernels>,
+}
+
+impl Default for Graph {
+    fn default() -> Graph {
+        Graph::new()
+    }
 }
 
 impl std::fmt::Debug for Graph {
@@ -51,9 +60,19 @@ pub fn on_gpu() -> bool {
 type TableKey = (CodecSpec, Vec<u32>);
 
 impl Graph {
-    /// An engine on MLX's default device.
+    /// An engine on MLX's default device, with fused kernels where its GPU has them.
     pub fn new() -> Graph {
-        Graph::default()
+        Graph::with_kernels(Kernels::current())
+    }
+
+    /// An engine with given kernels.
+    pub fn with_kernels(kernels: Kernels) -> Graph {
+        Graph { tables: Rc::default(), kernels: Rc::new(kernels) }
+    }
+
+    /// An engine that uses no kernels of its own, only MLX's operations.
+    pub fn plain() -> Graph {
+        Graph::with_kernels(Kernels::default())
     }
 
     fn tables(&self, codec: &Codec) -> Result<Rc<Tables>> {
@@ -62,7 +81,7 @@ impl Graph {
         if let Some(tables) = self.tables.borrow().get(&key) {
             return Ok(tables.clone());
         }
-        let tables = Rc::new(Tables::new(codec)?);
+        let tables = Rc::new(Tables::new(codec, self.kernels.device() != Device::Cpu)?);
         self.tables.borrow_mut().insert(key, tables.clone());
         Ok(tables)
     }
@@ -91,6 +110,9 @@ impl Graph {
 
     /// Rows in the rotated domain, all bands: scaled levels, without a residual.
     fn rotated_rows(&self, codes: &Codes<Array>, tables: &Tables) -> Result<Array> {
+        if let Some(rows) = fused::rows(self, codes, tables)? {
+            return Ok(rows);
+        }
         let codec = codes.codec();
         if let Some(group) = codec.affine_group() {
             let [b, h, t] = codes.shape().map(|n| n as i32);

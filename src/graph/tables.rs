@@ -1,5 +1,6 @@
 //! The tables of a codec as MLX arrays, made once.
 
+use super::fused::KernelTables;
 use crate::bits;
 use crate::codec::{Band, BandGrid, Codec};
 use crate::error::Result;
@@ -35,6 +36,8 @@ pub struct Tables {
     pub projections: Vec<Array>,
     /// The 256 values of the log form of a scale.
     pub log_values: Array,
+    /// What kernels read.
+    pub kernels: Option<KernelTables>,
 }
 
 fn square(data: &[f32], n: usize) -> Array {
@@ -64,8 +67,8 @@ impl BandTables {
 }
 
 impl Tables {
-    /// Copies the tables of a codec to MLX.
-    pub fn new(codec: &Codec) -> Result<Tables> {
+    /// Copies the tables of a codec to MLX; those that only kernels read where there are kernels.
+    pub fn new(codec: &Codec, kernels: bool) -> Result<Tables> {
         let projections = match codec.qjl() {
             None => vec![],
             Some(q) => {
@@ -74,7 +77,8 @@ impl Tables {
             }
         };
         let bands = codec.bands().iter().map(BandTables::new).collect();
-        Ok(Tables { bands, projections, log_values: line(scale::log_values()) })
+        let kernels = kernels.then(|| KernelTables::new(codec)).flatten();
+        Ok(Tables { bands, projections, log_values: line(scale::log_values()), kernels })
     }
 }
 

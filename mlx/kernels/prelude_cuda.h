@@ -1,0 +1,55 @@
+// The words of the kernel texts in CUDA. A simdgroup is a warp, a threadgroup is a block.
+
+#include <cuda_fp16.h>
+
+#define TM_INLINE __device__ __forceinline__
+#define TM_UNROLL _Pragma("unroll")
+#define TM_OUT(T) T*
+#define TM_SHARED(T, name, count) __shared__ T name[count]
+#define TM_BARRIER() __syncthreads()
+// MLX passes every input as a pointer.
+#define TM_SCALAR(name) (name[0])
+
+#define TM_INF __int_as_float(0x7f800000)
+#define TM_NAN __int_as_float(0x7fffffff)
+
+#define tm_exp(x) __expf(x)
+#define tm_exp2(x) exp2f(x)
+#define tm_log2(x) log2f(x)
+#define tm_sqrt(x) sqrtf(x)
+#define tm_tanh(x) tanhf(x)
+#define tm_rint(x) rintf(x)
+#define tm_floor(x) floorf(x)
+
+typedef unsigned int uint;
+typedef long long tm_index;
+typedef __half tm_half;
+
+// The names under which Metal declares thread indices.
+#define thread_position_in_threadgroup threadIdx
+#define threadgroup_position_in_grid blockIdx
+#define threadgroups_per_grid gridDim
+#define thread_index_in_threadgroup (threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z))
+#define thread_index_in_simdgroup (thread_index_in_threadgroup & 31u)
+#define simdgroup_index_in_threadgroup (thread_index_in_threadgroup >> 5)
+
+#define tm_shuffle_xor(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
+#define tm_ballot(x) __ballot_sync(0xffffffffu, x)
+
+TM_INLINE float tm_sum(float x) {
+  TM_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) x += tm_shuffle_xor(x, mask);
+  return x;
+}
+
+TM_INLINE float tm_max(float x) {
+  TM_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) x = fmaxf(x, tm_shuffle_xor(x, mask));
+  return x;
+}
+
+TM_INLINE uint tm_min(uint x) {
+  TM_UNROLL
+  for (int mask = 16; mask > 0; mask /= 2) x = min(x, tm_shuffle_xor(x, mask));
+  return x;
+}

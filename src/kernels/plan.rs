@@ -1,0 +1,217 @@
+//! Launches of kernels: template values, grid, outputs and the small arrays of a call, from sizes alone.
+
+use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, Form, Kind, MERGE, Source};
+use crate::spec::{ScaleFormat, ScaleRule};
+
+/// Element types of arguments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Element {
+    /// f32.
+    F32,
+    /// IEEE half.
+    F16,
+    /// bfloat16.
+    BF16,
+    /// u32.
+    U32,
+    /// u8.
+    U8,
+    /// i32.
+    I32,
+}
+
+/// A value that is known when a kernel is compiled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum Value {
+    /// A number.
+    Int(i32),
+    /// A type.
+    Type(Element),
+}
+
+/// A call of a kernel but for its arrays.
+#[derive(Clone, Debug)]
+pub struct Launch {
+    /// The text.
+    pub source: &'static Source,
+    /// Template values by name; every new list is a compilation.
+    pub template: Vec<(&'static str, Value)>,
+    /// Threads.
+    pub grid: [usize; 3],
+    /// Threads of a threadgroup.
+    pub group: [usize; 3],
+    /// Outputs: element type and shape.
+    pub outputs: Vec<(Element, Vec<usize>)>,
+}
+
+/// Threads of a simdgroup.
+const WIDTH: usize = 32;
+/// Simdgroups of a threadgroup: 512 threads, which every Apple GPU since the first M takes for kernels of this size.
+const SIMDGROUPS: usize = 16;
+/// Simdgroups that a threadgroup is filled up to by stripes.
+const FILLED: usize = 8;
+/// Channels of all query heads that a simdgroup keeps in registers, twice: queries and sums.
+const CHANNELS: usize = 1024;
+/// Parts that the second pass joins.
+const MOST_PARTS: usize = 1024;
+
+/// Sizes and rules of a first pass over one segment.
+#[derive(Clone, Copy, Debug)]
+pub struct Pass {
+    /// Sequences.
+    pub batch: usize,
+    /// KV heads.
+    pub heads: usize,
+    /// Query heads of a KV head.
+    pub group: usize,
+    /// Query tokens.
+    pub queries: usize,
+    /// Tokens of the segment.
+    pub tokens: usize,
+    /// Place of the first query token, counted from the first token of the segment.
+    pub position: i64,
+    /// Tokens that a query sees, its own included; 0 for all.
+    pub window: usize,
+    /// Whether a query sees only tokens up to its own place.
+    pub causal: bool,
+    /// Whether there is a mask.
+    pub masked: bool,
+}
+
+/// Query heads that share an unpacked row: as many as registers hold.
+fn heads_at_once(group: usize, dim: usize) -> usize {
+    (1..=group.min(8)).rev().find(|g| group % g == 0 && g * dim <= CHANNELS).unwrap_or(1)
+}
+
+/// First pass, and the array `place` of the text; `None` if the queries do not fit a threadgroup.
+pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8])> {
+    let gqa = heads_at_once(pass.group, keys.dim.max(values.dim));
+    let units = pass.group / gqa * pass.queries;
+    if units == 0 || units > SIMDGROUPS {
+        return None;
+    }
+    let stripes = (FILLED / units).max(1);
+    // A share has work for some rounds of its stripes, and all shares together fill a GPU a few times.
+    let fill = (2048 / (pass.batch * pass.heads).max(1)).max(1);
+    let shares = pass.tokens.div_ceil(16 * stripes).clamp(1, fill.min(MOST_PARTS));
+    let narrow = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
+    // A place far outside the segment behaves as one just outside, and sums with it must not overflow.
+    let edge = 1i64 << 30;
+    let place = [
+        pass.queries as i32,
+        shares as i32,
+        stripes as i32,
+        (pass.group / gqa) as i32,
+        narrow(pass.position.clamp(-edge, edge)),
+        narrow((pass.window as i64).min(edge)),
+        i32::from(pass.causal),
+        i32::from(pass.masked),
+    ];
+    let int = |n: usize| Value::Int(n as i32);
+    let template = vec![
+        ("KGRID", Value::Int(keys.kind as i32)),
+        ("KBITS", int(keys.bits.into())),
+        ("VGRID", Value::Int(values.kind as i32)),
+        ("VBITS", int(values.bits.into())),
+        ("DIM", int(keys.dim)),
+        ("VDIM", int(values.dim)),
+        ("GQA", int(gqa)),
+    ];
+    let rows = [pass.batch, pass.heads * pass.group, pass.queries, shares];
+    let group = [WIDTH, units * stripes, 1];
+    let launch = Launch {
+        source: &ATTEND,
+        template,
+        grid: [WIDTH * shares, group[1] * pass.heads, pass.batch],
+        group,
+        outputs: vec![
+            (Element::F32, [&rows[..], &[values.dim]].concat()),
+            (Element::F32, [&rows[..], &[2]].concat()),
+        ],
+    };
+    Some((launch, place))
+}
+
+/// Second pass over `parts` parts of rows [B, Hq, L], and the array `counts`. `sinks`: whether the sink of a head takes part;
+/// `divide`: whether sums are divided by the weights.
+pub fn merge(
+    rows: [usize; 3],
+    parts: usize,
+    dim: usize,
+    out: Element,
+    sinks: bool,
+    divide: bool,
+) -> (Launch, [i32; 5]) {
+    let [batch, heads, queries] = rows;
+    let counts = [parts as i32, queries as i32, heads as i32, i32::from(sinks), i32::from(divide)];
+    let launch = Launch {
+        source: &MERGE,
+        template: vec![("DIM", Value::Int(dim as i32)), ("OUT", Value::Type(out))],
+        grid: [128 * batch * heads * queries, 1, 1],
+        group: [128, 1, 1],
+        outputs: vec![
+            (out, vec![batch, heads, queries, dim]),
+            (Element::F32, vec![batch, heads, queries, 2]),
+        ],
+    };
+    (launch, counts)
+}
+
+/// Unpacks rows [B, H, T, D] in the rotated domain.
+pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: Element) -> Launch {
+    Launch {
+        source: &DEQUANTIZE,
+        template: vec![
+            ("GRID", Value::Int(form.kind as i32)),
+            ("BITS", Value::Int(form.bits.into())),
+            ("DIM", Value::Int(form.dim as i32)),
+            ("OUT", Value::Type(out)),
+        ],
+        grid: [WIDTH * tokens.div_ceil(FILLED), FILLED * heads, batch],
+        group: [WIDTH, FILLED, 1],
+        outputs: vec![(out, vec![batch, heads, tokens, form.dim])],
+    }
+}
+
+/// Packs vectors [B, H, T, D], and the array `place`.
+pub fn encode(
+    form: Form,
+    order: usize,
+    rotated: bool,
+    rule: ScaleRule,
+    format: ScaleFormat,
+    [batch, heads, tokens]: [usize; 3],
+) -> (Launch, [i32; 2]) {
+    let (source, threads) = match form.kind {
+        Kind::Trellis8 => (&ENCODE_TRELLIS, form.dim.max(256 >> form.bits)),
+        Kind::Trellis10 => (&ENCODE_TRELLIS, form.dim.max(1024 >> form.bits)),
+        _ => (&ENCODE, form.dim),
+    };
+    let threads = threads.next_multiple_of(WIDTH);
+    let stored = match format {
+        ScaleFormat::F16 => Element::F16,
+        ScaleFormat::Log8 => Element::U8,
+    };
+    let rule = match rule {
+        ScaleRule::Plain => 0,
+        ScaleRule::Matched => 1,
+        ScaleRule::Unbiased => 2,
+        ScaleRule::LeastSquares => 3,
+    };
+    let launch = Launch {
+        source,
+        template: vec![
+            ("GRID", Value::Int(form.kind as i32)),
+            ("BITS", Value::Int(form.bits.into())),
+            ("DIM", Value::Int(form.dim as i32)),
+            ("ORDER", Value::Int(order as i32)),
+        ],
+        grid: [threads * tokens, heads, batch],
+        group: [threads, 1, 1],
+        outputs: vec![
+            (Element::U32, vec![batch, heads, tokens, form.words()]),
+            (stored, vec![batch, heads, tokens, 1]),
+        ],
+    };
+    (launch, [i32::from(rotated), rule])
+}

@@ -1,0 +1,12 @@
+//! The kernel texts, run on the host machine against the row form of the codecs: every launch as a GPU would get it.
+
+#[path = "../common/mod.rs"]
+mod common;
+
+mod attention;
+mod bench;
+mod encoding;
+#[cfg(feature = "mlx")]
+mod graph;
+mod mutations;
+mod signature;
