@@ -195,6 +195,7 @@ impl Error {
             Error::NotHeld { .. } => "not-held",
             Error::InUse { .. } => "in-use",
             Error::Refused { code, .. } => code,
+            Error::Inaccurate { .. } => "inaccurate",
             #[cfg(feature = "mlx")]
             Error::Mlx(_) => "mlx",
         }
