@@ -132,7 +132,7 @@ def peer_steps(tokens, bits=4):
     }
 
 
-def decode(root, lengths):
+def attention(root, lengths):
     """Steps of ours before and after those of the peers; the shorter counts."""
     command = ["cargo", "bench", "-q", "--bench", "decode_step", "--", "--json"]
     env = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
@@ -168,7 +168,7 @@ def main():
     parser.add_argument("--decode", type=int, nargs="+", metavar="T", help="one step of attention at 2048 or 32768 tokens instead")
     arguments = parser.parse_args()
     if arguments.decode:
-        return decode(root, arguments.decode)
+        return attention(root, arguments.decode)
 
     x = mx.array(np.random.default_rng(0).standard_normal(SHAPE).astype(np.float16))
     mx.eval(x)
