@@ -3,13 +3,14 @@
 
 mod common;
 
+use common::attention::{cache, exact};
 use common::*;
 use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::codec::Codec;
-use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
+use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
-use turbomoq::{Dtype, Error, Recipe, Tensor};
+use turbomoq::{Dtype, Error, Tensor};
 
 const RECIPES: [&str; 9] = [
     "best@4/4",
@@ -23,11 +24,6 @@ const RECIPES: [&str; 9] = [
     "mlx-affine@4/3,sinks=4,window=32",
 ];
 
-fn cache<E: Engine + Clone>(engine: &E, recipe: &str, d: usize) -> LayerCache<E> {
-    let recipe: Recipe = recipe.parse().unwrap();
-    LayerCache::new(engine.clone(), &recipe, 1, LayerShape { key_dim: d, value_dim: d }).unwrap()
-}
-
 /// Keys, values and queries of one sequence.
 struct Sequence {
     k: Tensor,
@@ -37,29 +33,6 @@ struct Sequence {
 
 fn sequence(b: usize, h: usize, rep: usize, t: usize, d: usize) -> Sequence {
     Sequence { k: keys(&[b, h, t, d], 1), v: gauss(&[b, h, t, d], 2), q: gauss(&[b, h * rep, t, d], 3) }
-}
-
-/// Exact attention in the plainest form, f64 softmax, causal, over dense keys and values.
-fn exact(
-    q: &Tensor,
-    k: &Tensor,
-    v: &Tensor,
-    scale: f32,
-    hide: impl Fn(usize, usize, usize, usize) -> bool,
-) -> Vec<f32> {
-    let ([b, hq, l, _], t) = (q.shape().try_into().unwrap(), k.shape()[2]);
-    let mut w = dense_scores(k, q).unwrap().to_f32().unwrap();
-    for (row, w) in w.chunks_exact_mut(t).enumerate() {
-        let (bi, hi, i) = (row / (hq * l), row / l % hq, row % l);
-        let shown = |j: usize| j + l <= t + i && !hide(bi, hi, i, j);
-        let top =
-            (0..t).filter(|&j| shown(j)).map(|j| f64::from(w[j] * scale)).fold(f64::NEG_INFINITY, f64::max);
-        let e: Vec<f64> =
-            (0..t).map(|j| if shown(j) { (f64::from(w[j] * scale) - top).exp() } else { 0.0 }).collect();
-        let sum: f64 = e.iter().sum();
-        w.iter_mut().zip(e).for_each(|(w, e)| *w = if sum == 0.0 { 0.0 } else { (e / sum) as f32 });
-    }
-    dense_sum(v, &Tensor::new(&[b, hq, l, t], w).unwrap()).unwrap().to_f32().unwrap()
 }
 
 /// Keys, values, attention and bytes of one run.

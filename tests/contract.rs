@@ -2,10 +2,11 @@
 
 mod common;
 
+use common::attention::{cache, exact};
 use common::*;
 use turbomoq::attention::Rules;
 use turbomoq::cache::{KvCache, LayerCache, LayerShape, Mask, State};
-use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
+use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
@@ -19,32 +20,8 @@ const RECIPES: [&str; 6] = [
     "mlx-affine@4/3,sinks=4,window=32",
 ];
 
-fn cache<E: Engine + Clone>(engine: &E, recipe: &str, d: usize) -> LayerCache<E> {
-    let recipe: Recipe = recipe.parse().unwrap();
-    LayerCache::new(engine.clone(), &recipe, 1, LayerShape { key_dim: d, value_dim: d }).unwrap()
-}
-
 fn cut(x: &Tensor, a: usize, b: usize) -> Tensor {
     x.slice(2, a, b).unwrap()
-}
-
-/// Causal attention of the last queries over dense keys and values, softmax in f64.
-fn exact(q: &Tensor, k: &Tensor, v: &Tensor, scale: f32, hidden: impl Fn(usize, usize) -> bool) -> Vec<f32> {
-    let ([b, hq, l, _], t) = (q.shape().try_into().unwrap(), k.shape()[2]);
-    let mut w = dense_scores(k, q).unwrap().to_f32().unwrap();
-    for (row, w) in w.chunks_exact_mut(t).enumerate() {
-        let i = row % l;
-        let e: Vec<f64> = (0..t)
-            .map(
-                |j| if j + l <= t + i && !hidden(i, j) { f64::from(w[j] * scale) } else { f64::NEG_INFINITY },
-            )
-            .collect();
-        let top = e.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-        let e: Vec<f64> = e.iter().map(|x| if top.is_finite() { (x - top).exp() } else { 0.0 }).collect();
-        let sum = e.iter().sum::<f64>().max(f64::MIN_POSITIVE);
-        w.iter_mut().zip(e).for_each(|(w, e)| *w = (e / sum) as f32);
-    }
-    dense_sum(v, &Tensor::new(&[b, hq, l, t], w).unwrap()).unwrap().to_f32().unwrap()
 }
 
 fn goes_on_from_its_state<E: Engine + Clone>(engine: &E, recipes: &[&str], policies: &[&str], t: usize) {
@@ -255,7 +232,7 @@ fn t28_masks_of_every_width() {
             let q = gauss(&[1, 4, l, d], 3);
             let rules = Rules { mask, exact: true, ..Rules::causal(0.125) };
             let out = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
-            let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.125, hidden));
+            let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.125, |_, _, i, j| hidden(i, j)));
             assert!(far < 1e-4, "{t} tokens, {l} queries: {far}");
         }
     }
@@ -275,7 +252,7 @@ fn t29_every_pair_of_widths() {
                     let q = gauss(&[1, 4, l, d], 3);
                     let rules = Rules { exact: true, ..Rules::causal(0.09) };
                     let out = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
-                    let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.09, |_, _| false));
+                    let far = greatest_difference(&out, &exact(&q, &kf, &vf, 0.09, |_, _, _, _| false));
                     assert!(far < 1e-4, "{key}/{value}, {d} channels, {l} queries: {far}");
                 }
                 let report = cache.report().unwrap();

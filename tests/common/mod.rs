@@ -1,6 +1,7 @@
 //! What several test binaries share: seeded tensors, the row form run over whole arrays, distances.
 #![allow(dead_code)] // each test binary uses its own part
 
+pub mod attention;
 pub mod python;
 #[cfg(unix)]
 pub mod server;
