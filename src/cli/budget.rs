@@ -1,6 +1,7 @@
 //! `turbomoq plan --budget`: how many bits every layer, KV head and side gets at a budget, as a table, a picture and a recipe.
 
-use super::{calibrate, print_json, table};
+use super::calibrate::Scored;
+use super::{print_json, table};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use turbomoq::bit_plan::BitPlan;
@@ -72,20 +73,21 @@ pub fn run(
     arguments: &Arguments,
     json: bool,
 ) -> Result<()> {
-    let (calibration, scores) = match (&arguments.calibration, input) {
+    let cache = input.map(Scored::read).transpose()?;
+    let calibration = match (&arguments.calibration, &cache) {
         (Some(path), _) => {
             let bytes = std::fs::read(path).map_err(|source| Error::Io { path: path.clone(), source })?;
             let named = |e: Error| Error::Format { path: path.clone(), detail: e.to_string() };
-            (Calibration::from_bytes(&bytes).map_err(named)?, None)
+            Calibration::from_bytes(&bytes).map_err(named)?
         }
-        (None, Some(cache)) => calibrate::from_cache(cache).map(|(table, scores)| (table, Some(scores)))?,
+        (None, Some(cache)) => cache.table()?,
         (None, None) => {
             let reason = "give a prompt cache or --calibration".into();
             return Err(Error::Unsupported { field: "budget", value: budget.to_string(), reason });
         }
     };
-    if let (Some(_), Some(cache)) = (&arguments.calibration, input) {
-        calibration.check(&calibrate::plain_layers(cache)?.1)?;
+    if let Some(cache) = &cache {
+        calibration.check(&cache.shape)?;
     }
     let parts = calibration.parts();
     let plan = match arguments.rule {
@@ -94,15 +96,11 @@ pub fn run(
             calibration.plan(unit, budget, arguments.least, arguments.most)?
         }
         Rule::Hubs => {
-            let scores = match (scores, input) {
-                (Some(scores), _) => scores,
-                (None, Some(cache)) => calibrate::from_cache(cache)?.1,
-                (None, None) => {
-                    let reason = "is scored on a prompt cache; give one".into();
-                    return Err(Error::Unsupported { field: "rule", value: "hubs".into(), reason });
-                }
+            let Some(cache) = &cache else {
+                let reason = "is scored on a prompt cache; give one".into();
+                return Err(Error::Unsupported { field: "rule", value: "hubs".into(), reason });
             };
-            let bits = scores.hubs_and_periphery(budget)?;
+            let bits = cache.scores()?.hubs_and_periphery(budget)?;
             plan(&parts, &[bits.clone(), bits].concat())?
         }
     };

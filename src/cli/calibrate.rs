@@ -22,7 +22,7 @@ pub struct Arguments {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     files::distinct(&arguments.input, &arguments.out)?;
-    let (table, _) = from_cache(&arguments.input)?;
+    let table = Scored::read(&arguments.input)?.table()?;
     files::replace(&arguments.out, &[&table.to_bytes()?])?;
     println!("{}: {}", arguments.out.display(), table.source());
     Ok(())
@@ -44,11 +44,28 @@ pub fn plain_layers(path: &Path) -> Result<(Vec<(Tensor, Tensor)>, ModelShape)> 
     Ok((layers, shape))
 }
 
-/// The table of a prompt cache, and the scores behind it.
-pub fn from_cache(path: &Path) -> Result<(Calibration, HeadScores)> {
-    let (layers, shape) = plain_layers(path)?;
-    let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
-    let scores = score_heads(&keys)?;
-    let source = format!("head scores of {}", path.display());
-    Ok((Calibration::from_scores(shape, &source, &scores)?, scores))
+/// A prompt cache whose heads can be scored.
+pub struct Scored<'a> {
+    path: &'a Path,
+    layers: Vec<(Tensor, Tensor)>,
+    pub shape: ModelShape,
+}
+
+impl Scored<'_> {
+    /// Reads the cache.
+    pub fn read(path: &Path) -> Result<Scored<'_>> {
+        let (layers, shape) = plain_layers(path)?;
+        Ok(Scored { path, layers, shape })
+    }
+
+    /// Scores of its heads.
+    pub fn scores(&self) -> Result<HeadScores> {
+        score_heads(&self.layers.iter().map(|(keys, _)| keys).collect::<Vec<_>>())
+    }
+
+    /// The table from the scores.
+    pub fn table(&self) -> Result<Calibration> {
+        let source = format!("head scores of {}", self.path.display());
+        Calibration::from_scores(self.shape, &source, &self.scores()?)
+    }
 }
