@@ -1,5 +1,6 @@
 //! One decode step of attention, 32 query heads on 8 KV heads of 128 channels: packed caches beside the same engine on exact fp16
-//! rows, and the read bandwidth of the same run. Shortest of many runs each; `--json` gives one object a line.
+//! rows, and the read bandwidth of the same run. Shortest of many runs each; `--json` gives one object a line, `--tokens` and
+//! `--only` with a comma between leave the rest out (`-- --tokens 2048 --only fp16,uniform-4`).
 
 use half::f16;
 use rayon::prelude::*;
@@ -99,11 +100,24 @@ struct Line {
     bytes: usize,
 }
 
+/// What follows a flag of the command line, at its commas.
+fn listed(flag: &str) -> Option<Vec<String>> {
+    let text = std::env::args().skip_while(|a| a != flag).nth(1)?;
+    Some(text.split(',').map(str::to_string).collect())
+}
+
+fn wanted(name: &str) -> bool {
+    listed("--only").is_none_or(|only| only.iter().any(|n| n == name))
+}
+
 fn cpu(tokens: usize, lines: &mut Vec<Line>) {
     let q = vectors([1, 32, 1, DIM], 999);
     let rules = |exact| Rules { exact, ..Rules::causal((DIM as f32).powf(-0.5)) };
-    let cases: Vec<_> =
-        cases().into_iter().map(|(n, spec, exact)| (n, cache(tokens, spec), rules(exact))).collect();
+    let cases: Vec<_> = cases()
+        .into_iter()
+        .filter(|(name, ..)| wanted(name))
+        .map(|(n, spec, exact)| (n, cache(tokens, spec), rules(exact)))
+        .collect();
     // In rounds, so that what else the machine does at a time meets every case.
     let mut times = vec![Duration::MAX; cases.len()];
     for _ in 0..if tokens < 10_000 { 60 } else { 10 } {
@@ -135,6 +149,9 @@ fn graph(tokens: usize, lines: &mut Vec<Line>) {
     for (name, spec) in
         [("fp16", None), ("uniform-4", spec(4, Grid::Uniform)), ("lloyd-4", spec(4, Grid::Lloyd))]
     {
+        if !wanted(name) {
+            continue;
+        }
         let host = cache(tokens, spec);
         let segments: Vec<_> = host
             .iter()
@@ -152,7 +169,9 @@ fn main() {
     let threads = rayon::current_num_threads();
     let mut lines = vec![];
     let before = bandwidth();
-    for tokens in [2048, 32768] {
+    let lengths = listed("--tokens").unwrap_or_else(|| vec!["2048".into(), "32768".into()]);
+    for tokens in lengths {
+        let tokens = tokens.parse().expect("--tokens are numbers");
         cpu(tokens, &mut lines);
         #[cfg(feature = "mlx")]
         graph(tokens, &mut lines);

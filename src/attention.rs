@@ -82,7 +82,7 @@ pub struct Rules<T> {
     pub sink_logits: Option<T>,
     /// Scores become `cap tanh(score / cap)` before the mask.
     pub soft_cap: Option<f32>,
-    /// Whether scores are never formed in integers, where an engine has such a form; see `turbomoq::cpu`.
+    /// Whether scores and sums are never formed in integers, where an engine has such a form; see `turbomoq::cpu`.
     pub exact: bool,
 }
 

@@ -143,14 +143,17 @@ fn cpu_attention_equals_attention_on_what_is_fetched() {
 }
 
 #[test]
-fn integer_scores_add_less_than_a_tenth_of_the_grids_error() {
-    // Values are exact, so that all error comes from the scores: that of the grid, and what integers add to it.
+fn integers_add_less_than_a_tenth_of_the_grids_error() {
+    // One side is exact, so that all error comes from the other: that of the grid, and what integers add to it.
     let (h, rep, t, d) = (2, 4, 2000, 128);
     let (k, v) = (gauss(&[1, h, t, d], 1), gauss(&[1, h, t, d], 2));
     let q = gauss(&[1, h * rep, 4, d], 9);
     let scale = (d as f32).powf(-0.5);
     let want = exact(&q, &k, &v, scale, |_, _, _, _| false);
-    for recipe in ["turbomoq@4/16", "turbomoq@2/16", "turboquant-mse@4/16", "turboquant-mse@2/16"] {
+    let scores = ["turbomoq@4/16", "turbomoq@2/16", "turboquant-mse@4/16", "turboquant-mse@2/16"];
+    let sums = ["turbomoq@16/4", "turboquant-mse@16/4", "rotation-only@16/4"];
+    for recipe in scores.into_iter().chain(sums) {
+        let is_sum = sums.contains(&recipe);
         let mut cache = cache(&Cpu, recipe, d);
         cache.update_and_fetch(&k, &v).unwrap();
         let attend = |exact| {
@@ -159,8 +162,10 @@ fn integer_scores_add_less_than_a_tenth_of_the_grids_error() {
         };
         let (integer, float) = (attend(false), attend(true));
         let (added, grid) = (relative_mse(&float, &integer).sqrt(), relative_mse(&want, &float).sqrt());
-        assert!(added < 0.1 * grid, "{recipe}: integers add {added}, the grid has {grid}");
-        assert!(added > 0.0, "{recipe}: no integers were used");
+        let part = if is_sum { 0.01 } else { 0.1 };
+        assert!(added < part * grid, "{recipe}: integers add {added}, the grid has {grid}");
+        // Sums have an integer form on some machines only.
+        assert!(added > 0.0 || is_sum, "{recipe}: no integers were used");
     }
 }
 

@@ -50,6 +50,7 @@ const RESERVED: [(&[&str], &[&str]); 3] = [
             "cpu/simd/avx512",
             "cpu/simd/softmax",
             "cpu/simd/trellis",
+            "cpu/simd/weighted",
         ],
     ),
     (&["println!", "eprintln!", "print!", "dbg!", "std::fs", "fs::File", "process::exit"], &[]),

@@ -167,6 +167,25 @@ impl Rows<'_> {
         simd::scores(&ready.rows, &work.rows, dim.next_multiple_of(8), n, stride, out);
     }
 
+    /// The levels and words of rows whose sums [`simd::weighted_levels`] forms.
+    pub(super) fn in_integers(&self) -> Option<(&Small, &[u32], usize)> {
+        match *self {
+            Rows::Packed { codec, small: Some(small), words, .. }
+                if simd::sums_in_integers(small.bits, 32 / usize::from(small.bits) * codec.row_words()) =>
+            {
+                Some((small, words, codec.row_words()))
+            }
+            _ => None,
+        }
+    }
+
+    /// Factors of the tokens `picks`, as [`Self::decode`] gives them.
+    pub(super) fn factors(&self, picks: &[u32], work: &mut Tile) {
+        if let Rows::Packed { codec, scales, .. } = *self {
+            factors(codec, scales, picks, &mut work.factors);
+        }
+    }
+
     /// Rows and factors of the tokens `picks`.
     pub(super) fn decode(&self, picks: &[u32], dim: usize, work: &mut Tile) {
         let padded = dim.next_multiple_of(8);

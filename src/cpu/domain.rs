@@ -27,7 +27,9 @@ fn small(codec: &Codec) -> Option<Small> {
     let (table, bytes) = (grid.levels(), grid.in_bytes()?);
     let levels = std::array::from_fn(|c| table[c % table.len()]);
     let ByteLevels { levels: bytes, unit, middle, error } = *bytes;
-    Some(Small { bits: band.bits, levels, bytes, unit, middle, error })
+    let wide_unit = levels.iter().fold(0f32, |top, x: &f32| top.max(x.abs())) / simd::WIDE;
+    let wide = levels.map(|x| (x / wide_unit).round() as i16);
+    Some(Small { bits: band.bits, levels, bytes, unit, middle, error, wide, wide_unit })
 }
 
 /// A place where queries are taken and sums come from.

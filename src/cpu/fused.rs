@@ -4,7 +4,8 @@
 //! block. With m the maximum so far, a block adds w = exp(x - m) to the sum l and w v to the accumulator, which shrink by
 //! exp(m - m') when the maximum grows (FlashAttention, arXiv 2205.14135). Tasks are cut and merged in a fixed order, so the
 //! result does not depend on the threads. Values whose weight is below 1e-6 of the sum so far are skipped (sparse V): of T tokens
-//! that moves the output by at most 1e-6 T times the greatest distance between two values. No score outlives its block.
+//! that moves the output by at most 1e-6 T times the greatest distance between two values. No score outlives its block. Sums of 4-bit
+//! values are formed in integers where the machine has a form for it, with weights of 15 bits (`simd/weighted.rs`).
 
 use super::attend::{Hidden, Row, greater};
 use super::blocks::{Side, Tile};
@@ -20,7 +21,7 @@ use std::cmp::Ordering;
 /// Tokens of a task.
 const TASK: usize = 1024;
 /// Tokens of a block: its tile stays in the first-level cache.
-const BLOCK: usize = 32;
+const BLOCK: usize = 64;
 /// Query rows of a KV head that go together.
 const ROWS: usize = 64;
 /// Weights below this part of the sum so far add nothing.
@@ -185,6 +186,7 @@ impl Run<'_> {
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
         let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
         let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
+        let integers = if self.exact { None } else { values.in_integers() };
         let Work { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
         for from in (task.from..task.to).step_by(block) {
@@ -234,7 +236,10 @@ impl Run<'_> {
                 continue;
             }
             tile.fit(block, value_dim);
-            values.decode(picks, value_dim, tile);
+            match integers {
+                Some(_) => values.factors(picks, tile),
+                None => values.decode(picks, value_dim, tile),
+            }
             for x in scores.chunks_exact_mut(block) {
                 let pairs = x[..live].iter_mut().zip(&tile.factors);
                 if sparse {
@@ -243,6 +248,12 @@ impl Run<'_> {
                 } else {
                     pairs.for_each(|(x, f)| *x *= f);
                 }
+            }
+            if let Some((small, words, row_words)) = integers {
+                if simd::weighted_levels(small, words, row_words, picks, scores, block, acc) {
+                    continue;
+                }
+                values.decode(picks, value_dim, tile);
             }
             for k in 0..if sparse { live } else { 0 } {
                 let row = &mut tile.rows[k * dim..][..dim];

@@ -20,6 +20,8 @@ mod plain;
 mod softmax;
 #[cfg(target_arch = "x86_64")]
 mod trellis;
+#[cfg(target_arch = "x86_64")]
+mod weighted;
 
 /// Levels of up to four bits; tables of fewer codes repeat.
 pub(super) struct Small {
@@ -32,7 +34,13 @@ pub(super) struct Small {
     pub middle: f32,
     /// Mean square of what the integer levels miss.
     pub error: f32,
+    /// Integer levels for sums: `levels[c] ~ wide_unit * wide[c]`.
+    pub wide: [i16; 16],
+    pub wide_unit: f32,
 }
+
+/// The greatest of the integer levels for sums; those of the uniform grid are whole, since 15 divides it.
+pub(super) const WIDE: f32 = 1020.0;
 
 /// Queries in eight bits for the integer scores, in the order of [`channel_at`].
 pub(super) struct Bytes {
@@ -166,6 +174,29 @@ pub(super) fn accumulate(
     }
     fast!(Avx2, avx2::accumulate(weights, tile, dim, n, stride, sums));
     plain::accumulate(weights, tile, dim, n, stride, sums);
+}
+
+/// Whether sums of up to 64 tokens have an integer form on this machine, for this many bits and channels.
+pub(super) fn sums_in_integers(bits: u8, channels: usize) -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return level() >= Level::Avx512 && bits == 4 && channels % 64 == 0;
+    #[cfg(not(target_arch = "x86_64"))]
+    return false;
+}
+
+/// [`accumulate`] of the levels of `picks` in integers, where there is such a form and the weights are finite; else false and nothing is
+/// done.
+pub(super) fn weighted_levels(
+    grid: &Small,
+    words: &[u32],
+    row_words: usize,
+    picks: &[u32],
+    weights: &[f32],
+    stride: usize,
+    sums: &mut [f32],
+) -> bool {
+    fast!(Avx512, weighted::weighted_levels(grid, words, row_words, picks, weights, stride, sums));
+    false
 }
 
 /// `(x f + bias) scale` in place for the factor f of each token; the greatest, NaN if one is.
@@ -309,6 +340,8 @@ mod tests {
                         unit: 0.1,
                         middle,
                         error: 0.0,
+                        wide: [0; 16],
+                        wide_unit: 0.0,
                     };
                     let picks = [4, 0, 3];
                     let what = format!("{bits} bits, {channels} channels");

@@ -6,14 +6,14 @@ use std::arch::x86_64::*;
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn load(x: &[f32; 16]) -> __m512 {
+pub(super) fn load(x: &[f32; 16]) -> __m512 {
     // SAFETY: an array of 64 bytes is read, unaligned.
     unsafe { _mm512_loadu_ps(x.as_ptr()) }
 }
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn store(x: &mut [f32; 16], value: __m512) {
+pub(super) fn store(x: &mut [f32; 16], value: __m512) {
     // SAFETY: an array of 64 bytes is written, unaligned.
     unsafe { _mm512_storeu_ps(x.as_mut_ptr(), value) }
 }
