@@ -21,7 +21,7 @@ use turbomoq::spec::{CodecSpec, Grid};
 const HEADS: usize = 8;
 const DIM: usize = 128;
 /// Tokens of a segment, as the cache joins them.
-const SEGMENT: usize = 1024;
+const SEGMENT: usize = 2048;
 
 fn vectors(shape: [usize; 4], stream: u64) -> Tensor {
     let mut rng = Rng::new(1, stream);

@@ -47,6 +47,17 @@ impl<T: Buffer> Stored<T> {
         self.len() == 0
     }
 
+    /// The tokens `from..to`.
+    ///
+    /// # Errors
+    /// [`Error::Range`] if the range is not inside, or cuts tokens that are encoded together.
+    pub fn cut(&self, from: usize, to: usize) -> Result<Stored<T>> {
+        Ok(match self {
+            Stored::Exact { rows, .. } => Stored::Exact { rows: rows.slice(2, from, to)?, len: to - from },
+            Stored::Packed(codes) => Stored::Packed(codes.slice(from, to)?),
+        })
+    }
+
     /// Channels of a token.
     pub fn dim(&self) -> usize {
         match self {
@@ -186,13 +197,7 @@ pub fn shares(sums: &[f64]) -> Vec<f32> {
 /// # Errors
 /// [`Error::Range`] if they are not inside, or cut tokens that are encoded together.
 pub fn cut<T: Buffer>(s: &Segment<T>, from: usize, to: usize) -> Result<Segment<T>> {
-    let side = |s: &Stored<T>| -> Result<Stored<T>> {
-        Ok(match s {
-            Stored::Exact { rows, .. } => Stored::Exact { rows: rows.slice(2, from, to)?, len: to - from },
-            Stored::Packed(codes) => Stored::Packed(codes.slice(from, to)?),
-        })
-    };
-    Ok(Segment { start: s.start + from, keys: side(&s.keys)?, values: side(&s.values)? })
+    Ok(Segment { start: s.start + from, keys: s.keys.cut(from, to)?, values: s.values.cut(from, to)? })
 }
 
 /// The mask as one additive f32 an entry, minus infinity where a token is hidden.

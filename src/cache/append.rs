@@ -6,14 +6,14 @@ use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
 use crate::compressor::BLOCK;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use std::sync::Arc;
 
 /// Rows by which an exact buffer grows until it has its full size.
 pub(super) const STEP: usize = 64;
-/// Tokens up to which neighbouring packed blocks of one codec are joined into one segment. A join copies: this bounds what is held
-/// twice for a moment, 3 % of a cache of 32K tokens.
-const SEGMENT: usize = 1024;
+/// Tokens up to which neighbouring packed blocks of one codec are joined into one segment. A join copies one side: this bounds what is
+/// held twice for a moment, 3 % of a cache of 32K tokens.
+const SEGMENT: usize = 2048;
 
 impl<E: Engine + Clone> LayerCache<E> {
     /// Appends tokens from `start` on, up to the next border, and says how many.
@@ -81,8 +81,10 @@ impl<E: Engine + Clone> LayerCache<E> {
         let needed = len + keys.shape()[2];
         let capacity = exact.as_ref().map_or(0, |e| e.capacity);
         if needed > capacity || exact.is_none() {
-            // Doubling keeps the copying of a layer that packs nothing linear.
-            let grown = needed.max(2 * len.min(most)).next_multiple_of(STEP).min(most.max(needed));
+            // Doubling keeps the copying of a layer that packs nothing linear. What a block has left is as large as before at once.
+            let left = self.offset > self.sinks_len + self.window_len;
+            let wanted = if left { most } else { 2 * len.min(most) };
+            let grown = needed.max(wanted).next_multiple_of(STEP).min(most.max(needed));
             let grow = |old: Option<&E::Tensor>, like: &E::Tensor| -> Result<E::Tensor> {
                 let s = like.shape();
                 let dtype = self.engine.dtype(old.unwrap_or(like))?;
@@ -141,75 +143,100 @@ impl<E: Engine + Clone> LayerCache<E> {
             }
         };
         let start = self.offset - self.window_len;
-        let exact = |rows: &E::Tensor| Stored::Exact { rows: rows.clone(), len: BLOCK };
-        let fresh = Segment { start, keys: exact(&keys), values: exact(&values) };
-        let (body, blocks) = match &self.tiers {
-            Some(tiers) => self.retier(tiers, &fresh, &frames)?,
-            None => (self.packed(&fresh, &frames)?, vec![]),
-        };
-        let rest = [&window.keys, &window.values].map(|w| w.slice(2, BLOCK, self.window_len));
-        let [rest_k, rest_v] = rest;
-        let (rest_k, rest_v) = (rest_k?, rest_v?);
-        let mut moved = window.clone();
-        if self.window_len > BLOCK {
-            self.engine.write(&mut moved.keys, 0, &rest_k)?;
-            self.engine.write(&mut moved.values, 0, &rest_v)?;
+        let exact = |rows: E::Tensor| Stored::Exact { rows, len: BLOCK };
+        let fresh = Segment { start, keys: exact(keys), values: exact(values) };
+        // Views, which the next tokens copy into buffers of their own.
+        let rest = |rows: &E::Tensor| rows.slice(2, BLOCK, self.window_len);
+        let (rest_k, rest_v) = (rest(&window.keys)?, rest(&window.values)?);
+        if let Some(tiers) = &self.tiers {
+            let (body, blocks) = self.retier(tiers, &fresh, &frames)?;
+            self.body = body;
+            if let Some(tiers) = &mut self.tiers {
+                tiers.blocks = blocks;
+            }
+        } else {
+            let packed = self.packed(fresh, &frames)?;
+            self.push(packed)?;
         }
         // Nothing can fail from here on.
-        self.window = Some(moved);
         self.window_len -= BLOCK;
+        self.window = Some(Exact { keys: rest_k, values: rest_v, capacity: self.window_len });
         self.frames = Some(frames);
         self.queries = None;
-        self.body = body;
-        if let Some(tiers) = &mut self.tiers {
-            tiers.blocks = blocks;
-        }
         Ok(())
     }
 
-    /// The body with a fresh block packed behind it.
+    /// A fresh block packed.
     fn packed(
         &self,
-        fresh: &Segment<E::Tensor>,
+        fresh: Segment<E::Tensor>,
         frames: &[Frame<E::Tensor>; 2],
-    ) -> Result<Vec<Segment<E::Tensor>>> {
-        let pack = |i: usize, side: &Stored<E::Tensor>| match (&self.codecs[i], side) {
+    ) -> Result<Segment<E::Tensor>> {
+        let pack = |i: usize, side: Stored<E::Tensor>| match (&self.codecs[i], side) {
             (Some(codec), Stored::Exact { rows, .. }) => {
-                self.engine.encode(codec, frames[i].clone(), rows).map(Stored::Packed)
+                self.engine.encode(codec, frames[i].clone(), &rows).map(Stored::Packed)
             }
             (None, Stored::Exact { rows, len }) => {
-                Ok(Stored::Exact { rows: self.engine.compact(rows)?, len: *len })
+                Ok(Stored::Exact { rows: self.engine.compact(&rows)?, len })
             }
-            (_, packed) => Ok(packed.clone()),
+            (_, packed) => Ok(packed),
         };
-        let packed =
-            Segment { start: fresh.start, keys: pack(0, &fresh.keys)?, values: pack(1, &fresh.values)? };
-        let mut body = self.body.clone();
-        match body.last().and_then(|last| join(last, &packed)) {
-            Some(joined) => *body.last_mut().expect("a last segment") = joined?,
-            None => body.push(packed),
+        Ok(Segment { start: fresh.start, keys: pack(0, fresh.keys)?, values: pack(1, fresh.values)? })
+    }
+
+    /// Puts a packed block behind the body, in the last segment if it fits there. On an error the body is as it was.
+    fn push(&mut self, packed: Segment<E::Tensor>) -> Result<()> {
+        let Some(last) = self.body.last_mut().filter(|last| joinable(last, &packed)) else {
+            self.body.push(packed);
+            return Ok(());
+        };
+        let len = last.keys.len();
+        // The keys that were are gone before the values are there twice.
+        last.keys = joined(&last.keys, &packed.keys)?;
+        match joined(&last.values, &packed.values) {
+            Ok(values) => last.values = values,
+            Err(error) => {
+                last.keys = last.keys.cut(0, len)?;
+                return Err(error);
+            }
         }
-        Ok(body)
+        Ok(())
     }
 }
 
-/// One segment from two neighbours, if both sides can be joined and the result is not too long.
-pub(super) fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
-    if a.keys.len() + b.keys.len() > SEGMENT || a.start + a.keys.len() != b.start {
-        return None;
-    }
-    let side = |a: &Stored<T>, b: &Stored<T>| -> Option<Result<Stored<T>>> {
-        match (a, b) {
-            (Stored::Packed(a), Stored::Packed(b)) if a.codec().same(b.codec()) => {
-                Some(Codes::concat(&[a.clone(), b.clone()]).map(Stored::Packed))
-            }
-            (Stored::Exact { rows: a, len: n }, Stored::Exact { rows: b, len: m }) => {
-                let parts = a.slice(2, 0, *n).and_then(|a| Ok([a, b.slice(2, 0, *m)?]));
-                Some(parts.and_then(|p| T::concat(2, &p)).map(|rows| Stored::Exact { rows, len: n + m }))
-            }
-            _ => None,
-        }
+/// Whether two neighbours can be one segment: codes of one codec or exact rows on both sides, and not too long.
+fn joinable<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> bool {
+    let alike = |a: &Stored<T>, b: &Stored<T>| match (a, b) {
+        (Stored::Packed(a), Stored::Packed(b)) => a.codec().same(b.codec()),
+        (Stored::Exact { .. }, Stored::Exact { .. }) => true,
+        _ => false,
     };
-    let (keys, values) = (side(&a.keys, &b.keys)?, side(&a.values, &b.values)?);
-    Some(keys.and_then(|keys| Ok(Segment { start: a.start, keys, values: values? })))
+    a.keys.len() + b.keys.len() <= SEGMENT
+        && a.start + a.keys.len() == b.start
+        && alike(&a.keys, &b.keys)
+        && alike(&a.values, &b.values)
+}
+
+/// One side of two neighbours that are alike.
+fn joined<T: Buffer>(a: &Stored<T>, b: &Stored<T>) -> Result<Stored<T>> {
+    match (a, b) {
+        (Stored::Packed(a), Stored::Packed(b)) => Codes::concat(&[a.clone(), b.clone()]).map(Stored::Packed),
+        (Stored::Exact { rows: a, len: n }, Stored::Exact { rows: b, len: m }) => {
+            let rows = T::concat(2, &[a.slice(2, 0, *n)?, b.slice(2, 0, *m)?])?;
+            Ok(Stored::Exact { rows, len: n + m })
+        }
+        _ => Err(Error::Unsupported {
+            field: "segment",
+            value: "codes beside exact rows".into(),
+            reason: "sides have to be alike".into(),
+        }),
+    }
+}
+
+/// One segment from two neighbours, if they can be one.
+pub(super) fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
+    let join = || {
+        Ok(Segment { start: a.start, keys: joined(&a.keys, &b.keys)?, values: joined(&a.values, &b.values)? })
+    };
+    joinable(a, b).then(join)
 }
