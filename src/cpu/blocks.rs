@@ -6,7 +6,7 @@
 use super::dense::{piece, pieces};
 use super::domain::{Domain, Ready};
 use super::rows::Door;
-use super::simd::{self, Small};
+use super::simd::{self, Block, Picked, Small};
 use crate::attention::Stored;
 use crate::codec::{Band, BandGrid, Codec, Prepared, Scratch};
 use crate::codes::Frame;
@@ -141,16 +141,18 @@ impl Rows<'_> {
         work: &mut Tile,
         out: &mut [f32],
     ) {
-        let n = picks.len();
+        let (n, width) = (picks.len(), dim.next_multiple_of(8));
         if let Rows::Packed { codec, words, scales, small } = *self {
-            let (w, first) = (codec.row_words(), picks[0] as usize);
             if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
                 factors(codec, scales, picks, &mut work.factors);
-                simd::integer_scores(small, bytes, &words[first * w..][..n * w], w, n, stride, out);
+                let (width, first) = (codec.row_words(), picks[0] as usize);
+                let rows = &words[first * width..][..n * width];
+                simd::integer_scores(small, bytes, Block { rows, width, n, stride }, out);
                 if !ready.places.is_empty() {
                     self.decode(picks, dim, work);
                     work.spare.resize(ready.places.len() * stride, 0.0);
-                    simd::scores(&ready.uneven, &work.rows, dim, n, stride, &mut work.spare);
+                    let tile = Block { rows: &work.rows[..], width, n, stride };
+                    simd::scores(&ready.uneven, tile, &mut work.spare);
                     for (&r, scores) in ready.places.iter().zip(work.spare.chunks_exact(stride)) {
                         out[r * stride..][..n].copy_from_slice(&scores[..n]);
                     }
@@ -164,7 +166,7 @@ impl Rows<'_> {
             }
         }
         self.decode(picks, dim, work);
-        simd::scores(&ready.rows, &work.rows, dim.next_multiple_of(8), n, stride, out);
+        simd::scores(&ready.rows, Block { rows: &work.rows[..], width, n, stride }, out);
     }
 
     /// Rows and factors of the tokens `picks`.
@@ -174,13 +176,16 @@ impl Rows<'_> {
         match *self {
             Rows::Packed { codec, small: Some(small), words, scales } => {
                 factors(codec, scales, picks, &mut work.factors);
-                simd::levels(small, words, codec.row_words(), picks, dim, padded, rows);
+                let row_words = codec.row_words();
+                simd::levels(small, Picked { words, row_words, picks, channels: dim, dim: padded }, rows);
             }
             Rows::Packed { codec, words, scales, .. } => {
                 let plain = one_band(codec);
                 if let ([Band { grid: BandGrid::Trellis(grid), .. }], true) = (codec.bands(), plain) {
                     factors(codec, scales, picks, &mut work.factors);
-                    return simd::trellis_levels(grid, words, codec.row_words(), picks, dim, padded, rows);
+                    let row_words = codec.row_words();
+                    let picked = Picked { words, row_words, picks, channels: dim, dim: padded };
+                    return simd::trellis_levels(grid, picked, rows);
                 }
                 if plain {
                     factors(codec, scales, picks, &mut work.factors);

@@ -254,7 +254,8 @@ impl Run<'_> {
                     row.fill(0.0);
                 }
             }
-            simd::accumulate(&scores[..rows * block], &tile.rows, dim, live, block, acc);
+            let tile = simd::Block { rows: &tile.rows[..], width: dim, n: live, stride: block };
+            simd::accumulate(&scores[..rows * block], tile, acc);
         }
     }
 
