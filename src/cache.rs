@@ -3,6 +3,9 @@
 //! New tokens join the window; when it would grow beyond `window + 128`, its oldest 128 tokens leave it as one packed block. A call
 //! with many tokens is cut at these borders, so any chunking of appends gives the same bytes and the same attention. Encoding a
 //! single token never happens. A clone shares buffers until one side writes, then has its own.
+//!
+//! Keys come with their rotary embedding. Tokens keep their positions when others are evicted: there is no context shift, which would
+//! turn packed keys to new positions.
 
 mod append;
 mod capacity;
@@ -21,7 +24,7 @@ pub use mask::Mask;
 pub use model::KvCache;
 pub use models::{Claim, Model, ModelPlan, Sliding, models};
 pub use report::{LayerReport, Part};
-pub use state::{ModelState, State};
+pub use state::{GroupsState, ModelState, State};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
 
 use crate::attention::{Rules, Segment, Stored};

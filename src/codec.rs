@@ -180,6 +180,11 @@ impl Codec {
         &self.spec
     }
 
+    /// Whether rows are bands of trellis codes and nothing else.
+    pub(crate) fn is_trellis(&self) -> bool {
+        self.qjl.is_none() && self.bands.iter().all(|b| matches!(b.grid, BandGrid::Trellis(_)))
+    }
+
     /// The bands, in order.
     pub fn bands(&self) -> &[Band] {
         &self.bands

@@ -75,7 +75,8 @@ pub struct ModelShape {
 }
 
 /// The policy of a cache. Its text form is `none`, or the name of a policy with its tiers:
-/// `progressive:1024=16/16,8192=4/4,65536=3/2,rest=2/1`; the name alone stands for the default tiers.
+/// `progressive:1024=16/16,8192=4/4,65536=3/2,rest=2/1`; the name alone stands for the default tiers. A last term `rest=drop` evicts
+/// what is older, so that memory has a bound: `progressive:4096=4/4,rest=drop`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub enum TierPolicy {
@@ -104,6 +105,14 @@ impl TierPolicy {
             TierPolicy::None => vec![],
             TierPolicy::Progressive(policy) => policy.tiers().iter().map(|t| t.bits).collect(),
             TierPolicy::Attention(policy) => policy.tiers().iter().map(|t| t.bits).collect(),
+        }
+    }
+
+    /// The age from which blocks are evicted, where age alone decides that.
+    pub fn limit(&self) -> Option<usize> {
+        match self {
+            TierPolicy::Progressive(policy) => policy.tiers().last().and_then(|t| t.until),
+            TierPolicy::None | TierPolicy::Attention(_) => None,
         }
     }
 
@@ -218,6 +227,7 @@ mod tests {
             "progressive",
             "attention",
             "progressive:512=8/8,rest=2/2",
+            "progressive:512=8/8,4096=4/4,rest=drop",
             "attention:0.9=8/8,rest=2/1,alpha=0.5,patience=2,evict=0.001",
         ] {
             let policy: TierPolicy = text.parse().unwrap();
@@ -233,7 +243,16 @@ mod tests {
 
     #[test]
     fn what_makes_no_sense_is_refused() {
-        for text in ["", "nones", "progressive:", "progressive:1024=16/16", "progressive:rest=9/4"] {
+        for text in [
+            "",
+            "nones",
+            "progressive:",
+            "progressive:1024=16/16",
+            "progressive:rest=9/4",
+            "progressive:rest=drop",
+            "progressive:rest=drop,1024=4/4",
+            "progressive:1024=drop,rest=2/2",
+        ] {
             assert!(matches!(text.parse::<TierPolicy>(), Err(Error::Parse { .. })), "{text}");
         }
         for text in [

@@ -48,6 +48,7 @@ const RESERVED: [(&[&str], &[&str]); 3] = [
             "cpu/simd",
             "cpu/simd/avx2",
             "cpu/simd/avx512",
+            "cpu/simd/neon",
             "cpu/simd/softmax",
             "cpu/simd/trellis",
             "cpu/simd/weighted",

@@ -55,9 +55,10 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(n)
     }
 
-    /// Tokens that the window holds before a block leaves it; a layer without a codec keeps everything there.
+    /// Tokens that the window holds before a block leaves it; a layer without a codec or a limit keeps everything there.
     pub(super) fn full_window(&self) -> usize {
-        if self.codecs.iter().all(Option::is_none) { usize::MAX } else { self.recipe.window + BLOCK }
+        let leave = self.codecs.iter().any(Option::is_some) || self.limit().is_some();
+        if leave { self.recipe.window + BLOCK } else { usize::MAX }
     }
 
     pub(super) fn write_window(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {

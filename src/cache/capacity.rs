@@ -21,8 +21,8 @@ pub struct Plan {
     shape: ModelShape,
     sinks: usize,
     window: usize,
-    /// Whether anything is packed.
-    packs: bool,
+    /// Whether blocks leave the window.
+    blocks: bool,
     /// Bits and bytes of a key and of a value in each tier.
     tiers: Vec<[(f32, usize); 2]>,
     table_bytes: usize,
@@ -73,7 +73,7 @@ impl Plan {
             shape: *shape,
             sinks: recipe.sinks,
             window: recipe.window,
-            packs: codecs.iter().any(Option::is_some),
+            blocks: codecs.iter().any(Option::is_some) || policy.limit().is_some(),
             table_bytes: tables.sum(),
             tiers: tiers.iter().map(|t| [row(&t[0], shape.key_dim), row(&t[1], shape.value_dim)]).collect(),
         })
@@ -92,9 +92,9 @@ impl Plan {
         };
         let sinks = self.sinks.min(tokens);
         let (full, rest) = (self.window + BLOCK, tokens - sinks);
-        let count = if self.packs { rest.saturating_sub(full).div_ceil(BLOCK) } else { 0 };
+        let count = if self.blocks { rest.saturating_sub(full).div_ceil(BLOCK) } else { 0 };
         let held = rest - count * BLOCK;
-        let most = if self.packs { full } else { usize::MAX };
+        let most = if self.blocks { full } else { usize::MAX };
         let rows = if count > 0 { full } else { held.next_multiple_of(STEP).min(most) };
         let mut parts = vec![];
         if sinks > 0 {

@@ -14,8 +14,8 @@ use crate::recipe::Recipe;
 /// The groups of a layer, each with its KV heads.
 #[derive(Clone)]
 pub struct HeadGroups<E: Engine> {
-    groups: Vec<(Vec<usize>, LayerCache<E>)>,
-    kv_heads: usize,
+    pub(super) groups: Vec<(Vec<usize>, LayerCache<E>)>,
+    pub(super) kv_heads: usize,
 }
 
 impl<E: Engine> std::fmt::Debug for HeadGroups<E> {

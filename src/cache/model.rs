@@ -75,7 +75,8 @@ impl<E: Engine + Clone> KvCache<E> {
         Ok(KvCache { layers, ordinals })
     }
 
-    /// Gives every layer the same tier policy, see [`LayerCache::with_tiers`]; exempt layers have nothing that could fall.
+    /// Gives every layer the same tier policy, see [`LayerCache::with_tiers`]; exempt layers have nothing that could fall, but a limit
+    /// holds for them too.
     ///
     /// # Errors
     /// As [`LayerCache::with_tiers`].

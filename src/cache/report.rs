@@ -35,6 +35,8 @@ pub struct LayerReport {
     pub table_bytes: usize,
     /// Position of the next token.
     pub offset: usize,
+    /// The age from which blocks are evicted, if there is such a limit.
+    pub limit: Option<usize>,
 }
 
 impl LayerReport {
@@ -115,7 +117,8 @@ impl<E: Engine + Clone> LayerCache<E> {
         if let Some(sinks) = self.sinks.as_ref().filter(|_| self.sinks_len == 0) {
             parts.push(self.empty("sinks", sinks)?);
         }
-        Ok(LayerReport { parts, table_bytes: self.table_bytes(), offset: self.offset })
+        let (table_bytes, offset, limit) = (self.table_bytes(), self.offset, self.limit());
+        Ok(LayerReport { parts, table_bytes, offset, limit })
     }
 
     fn empty(&self, tier: &str, exact: &Exact<E::Tensor>) -> crate::Result<Part> {

@@ -4,7 +4,7 @@
 //! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
 
 use super::tiers::Held;
-use super::{Exact, KvCache, LayerCache, LayerShape};
+use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -34,6 +34,15 @@ pub struct ModelState<T> {
     pub layers: Vec<State<T>>,
     /// Its ordinal among them for each layer of the model.
     pub ordinals: Vec<Option<usize>>,
+}
+
+/// What the cache of a layer whose heads have widths of their own is made of.
+#[derive(Clone, Debug)]
+pub struct GroupsState<T> {
+    /// One for each group.
+    pub groups: Vec<State<T>>,
+    /// KV heads of each group.
+    pub heads: Vec<Vec<usize>>,
 }
 
 /// The scalars.
@@ -274,6 +283,41 @@ impl<E: Engine + Clone> KvCache<E> {
         }
         let layers = state.layers.iter().map(|s| LayerCache::from_state(engine.clone(), s));
         Ok(KvCache { layers: layers.collect::<Result<_>>()?, ordinals: state.ordinals.clone() })
+    }
+}
+
+impl<E: Engine + Clone> HeadGroups<E> {
+    /// The cache taken apart; [`HeadGroups::from_state`] puts it together.
+    ///
+    /// # Errors
+    /// The engine's own.
+    pub fn state(&self) -> Result<GroupsState<E::Tensor>> {
+        let groups = self.groups.iter().map(|(_, cache)| cache.state()).collect::<Result<_>>()?;
+        Ok(GroupsState { groups, heads: self.groups.iter().map(|(heads, _)| heads.clone()).collect() })
+    }
+
+    /// A cache from what [`HeadGroups::state`] gave.
+    ///
+    /// # Errors
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the groups are not those of the heads or have not seen the same tokens.
+    pub fn from_state(engine: E, state: &GroupsState<E::Tensor>) -> Result<HeadGroups<E>> {
+        let caches = state.groups.iter().map(|s| LayerCache::from_state(engine.clone(), s));
+        let caches = caches.collect::<Result<Vec<_>>>()?;
+        let mut all: Vec<usize> = state.heads.concat();
+        all.sort_unstable();
+        let kv_heads = all.len();
+        if kv_heads == 0 || caches.len() != state.heads.len() || !all.into_iter().eq(0..kv_heads) {
+            return Err(misfit(format!("{} groups are not of heads {:?}", caches.len(), state.heads)));
+        }
+        let groups: Vec<_> = state.heads.iter().cloned().zip(caches).collect();
+        for (heads, cache) in &groups {
+            let held = cache.window.as_ref().map_or(heads.len(), |w| w.keys.shape()[1]);
+            if held != heads.len() || cache.offset() != groups[0].1.offset() {
+                let found = format!("{held} heads at offset {}", cache.offset());
+                return Err(misfit(format!("the group of heads {heads:?} has {found}")));
+            }
+        }
+        Ok(HeadGroups { groups, kv_heads })
     }
 }
 

@@ -107,6 +107,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(self)
     }
 
+    /// The age from which blocks are evicted, see [`TierPolicy::limit`].
+    pub(super) fn limit(&self) -> Option<usize> {
+        self.tiers.as_ref().and_then(|tiers| tiers.policy.limit())
+    }
+
     /// Keeps blocks with tokens at these positions in the tier they are in; new ones among them stay in the first tier. Without a
     /// policy nothing falls anyway.
     ///

@@ -9,7 +9,10 @@ use crate::tensor::Dtype;
 
 impl<E: Engine + Clone> LayerCache<E> {
     /// Drops the last `n` tokens, exact or packed, and says how many were dropped (all, if there are fewer). Tokens that a tier policy
-    /// evicted count with the rest: the next token has position `offset - n`.
+    /// evicted count with the rest: the next token has position `offset - n`. They do not come back.
+    ///
+    /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
+    /// [`crate::attention::Rules::mask`].
     ///
     /// # Errors
     /// The engine's own; the cache is then as it was.

@@ -22,7 +22,8 @@ pub struct Arguments {
     input: Option<PathBuf>,
     #[command(flatten)]
     recipe: RecipeArguments,
-    /// none, progressive or attention, with tiers if they are not the default ones: `progressive:1024=16/16,8192=4/4,rest=2/2`
+    /// none, progressive or attention, with tiers if they are not the default ones: `progressive:1024=16/16,8192=4/4,rest=2/2`;
+    /// `rest=drop` evicts what is older
     #[arg(long, default_value = "progressive")]
     policy: String,
     /// Tokens of the cache

@@ -6,7 +6,7 @@
 use super::dense::{piece, pieces};
 use super::domain::{Domain, Ready};
 use super::rows::Door;
-use super::simd::{self, Small};
+use super::simd::{self, Block, Picked, Place, Small};
 use crate::attention::Stored;
 use crate::codec::{Band, BandGrid, Codec, Prepared, Scratch};
 use crate::codes::Frame;
@@ -141,16 +141,18 @@ impl Rows<'_> {
         work: &mut Tile,
         out: &mut [f32],
     ) {
-        let n = picks.len();
+        let (n, width) = (picks.len(), dim.next_multiple_of(8));
         if let Rows::Packed { codec, words, scales, small } = *self {
-            let (w, first) = (codec.row_words(), picks[0] as usize);
             if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
-                factors(codec, scales, picks, &mut work.factors);
-                simd::integer_scores(small, bytes, &words[first * w..][..n * w], w, n, stride, out);
+                factors(codec, scales, picks, 0, &mut work.factors);
+                let (width, first) = (codec.row_words(), picks[0] as usize);
+                let rows = &words[first * width..][..n * width];
+                simd::integer_scores(small, bytes, Block { rows, width, n, stride }, out);
                 if !ready.places.is_empty() {
                     self.decode(picks, dim, work);
                     work.spare.resize(ready.places.len() * stride, 0.0);
-                    simd::scores(&ready.uneven, &work.rows, dim, n, stride, &mut work.spare);
+                    let tile = Block { rows: &work.rows[..], width, n, stride };
+                    simd::scores(&ready.uneven, tile, &mut work.spare);
                     for (&r, scores) in ready.places.iter().zip(work.spare.chunks_exact(stride)) {
                         out[r * stride..][..n].copy_from_slice(&scores[..n]);
                     }
@@ -164,16 +166,16 @@ impl Rows<'_> {
             }
         }
         self.decode(picks, dim, work);
-        simd::scores(&ready.rows, &work.rows, dim.next_multiple_of(8), n, stride, out);
+        simd::scores(&ready.rows, Block { rows: &work.rows[..], width, n, stride }, out);
     }
 
-    /// The levels and words of rows whose sums [`simd::weighted_levels`] forms.
-    pub(super) fn in_integers(&self) -> Option<(&Small, &[u32], usize)> {
+    /// Levels of codes and the rows of `picks`, where [`simd::weighted_levels`] forms sums.
+    pub(super) fn in_integers<'b>(&'b self, picks: &'b [u32]) -> Option<(&'b Small, Picked<'b>)> {
         match *self {
-            Rows::Packed { codec, small: Some(small), words, .. }
-                if simd::sums_in_integers(small.bits, 32 / usize::from(small.bits) * codec.row_words()) =>
-            {
-                Some((small, words, codec.row_words()))
+            Rows::Packed { codec, small: Some(small), words, .. } => {
+                let dim = codec.spec().head_dim;
+                let rows = picked(codec, &codec.bands()[0], words, picks, dim);
+                simd::sums_in_integers(small.bits, dim).then_some((small, rows))
             }
             _ => None,
         }
@@ -182,7 +184,7 @@ impl Rows<'_> {
     /// Factors of the tokens `picks`, as [`Self::decode`] gives them.
     pub(super) fn factors(&self, picks: &[u32], work: &mut Tile) {
         if let Rows::Packed { codec, scales, .. } = *self {
-            factors(codec, scales, picks, &mut work.factors);
+            factors(codec, scales, picks, 0, &mut work.factors);
         }
     }
 
@@ -192,17 +194,28 @@ impl Rows<'_> {
         let rows = &mut work.rows[..picks.len() * padded];
         match *self {
             Rows::Packed { codec, small: Some(small), words, scales } => {
-                factors(codec, scales, picks, &mut work.factors);
-                simd::levels(small, words, codec.row_words(), picks, dim, padded, rows);
+                factors(codec, scales, picks, 0, &mut work.factors);
+                simd::levels(small, picked(codec, &codec.bands()[0], words, picks, padded), rows);
+            }
+            Rows::Packed { codec, words, scales, .. } if codec.is_trellis() => {
+                for (i, band) in codec.bands().iter().enumerate() {
+                    let BandGrid::Trellis(grid) = &band.grid else { continue };
+                    factors(codec, scales, picks, i, &mut work.factors);
+                    simd::trellis_levels(grid, picked(codec, band, words, picks, padded), rows);
+                    if codec.bands().len() > 1 {
+                        for (row, factor) in rows.chunks_exact_mut(padded).zip(&work.factors) {
+                            row[band.start..][..band.dim].iter_mut().for_each(|x| *x *= factor);
+                        }
+                    }
+                }
+                if codec.bands().len() > 1 {
+                    work.factors[..picks.len()].fill(1.0);
+                }
             }
             Rows::Packed { codec, words, scales, .. } => {
                 let plain = one_band(codec);
-                if let ([Band { grid: BandGrid::Trellis(grid), .. }], true) = (codec.bands(), plain) {
-                    factors(codec, scales, picks, &mut work.factors);
-                    return simd::trellis_levels(grid, words, codec.row_words(), picks, dim, padded, rows);
-                }
                 if plain {
-                    factors(codec, scales, picks, &mut work.factors);
+                    factors(codec, scales, picks, 0, &mut work.factors);
                 } else {
                     work.factors[..picks.len()].fill(1.0);
                 }
@@ -247,17 +260,23 @@ fn one_band(codec: &Codec) -> bool {
     matches!(codec.bands(), [band] if !matches!(band.grid, BandGrid::Affine)) && codec.qjl().is_none()
 }
 
-/// The only scale of each token.
-fn factors(codec: &Codec, scales: Scales, picks: &[u32], factors: &mut [f32]) {
-    let format = codec.format();
-    if let (Scales::F16(scales), &[first, .., last]) = (scales, picks)
+/// The rows `picks` of a band of packed words.
+fn picked<'a>(codec: &Codec, band: &Band, words: &'a [u32], picks: &'a [u32], dim: usize) -> Picked<'a> {
+    let place = Place { word: band.word, words: band.words, channel: band.start, channels: band.dim };
+    Picked { words, row_words: codec.row_words(), picks, dim, place }
+}
+
+/// The scale of a band of each token.
+fn factors(codec: &Codec, scales: Scales, picks: &[u32], band: usize, factors: &mut [f32]) {
+    let (format, each) = (codec.format(), codec.row_scales());
+    if let (Scales::F16(scales), 1, &[first, .., last]) = (scales, each, picks)
         && (last - first) as usize + 1 == picks.len()
     {
         return simd::halves(&scales[first as usize..=last as usize], &mut factors[..picks.len()]);
     }
     for (&pick, factor) in picks.iter().zip(factors) {
         let mut code = [0];
-        scales.codes(pick as usize, &mut code);
+        scales.codes(pick as usize * each + band, &mut code);
         *factor = format.value(code[0]);
     }
 }

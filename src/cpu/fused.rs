@@ -186,7 +186,7 @@ impl Run<'_> {
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
         let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
         let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
-        let integers = if self.exact { None } else { values.in_integers() };
+        let integers = !self.exact && values.in_integers(&[]).is_some();
         let Work { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
         for from in (task.from..task.to).step_by(block) {
@@ -236,9 +236,10 @@ impl Run<'_> {
                 continue;
             }
             tile.fit(block, value_dim);
-            match integers {
-                Some(_) => values.factors(picks, tile),
-                None => values.decode(picks, value_dim, tile),
+            if integers {
+                values.factors(picks, tile);
+            } else {
+                values.decode(picks, value_dim, tile);
             }
             for x in scores.chunks_exact_mut(block) {
                 let pairs = x[..live].iter_mut().zip(&tile.factors);
@@ -249,8 +250,11 @@ impl Run<'_> {
                     pairs.for_each(|(x, f)| *x *= f);
                 }
             }
-            if let Some((small, words, row_words)) = integers {
-                if simd::weighted_levels(small, words, row_words, picks, scores, block, acc) {
+            if integers {
+                let done = values
+                    .in_integers(picks)
+                    .is_some_and(|(levels, rows)| simd::weighted_levels(levels, rows, scores, block, acc));
+                if done {
                     continue;
                 }
                 values.decode(picks, value_dim, tile);
@@ -265,7 +269,8 @@ impl Run<'_> {
                     row.fill(0.0);
                 }
             }
-            simd::accumulate(&scores[..rows * block], &tile.rows, dim, live, block, acc);
+            let tile = simd::Block { rows: &tile.rows[..], width: dim, n: live, stride: block };
+            simd::accumulate(&scores[..rows * block], tile, acc);
         }
     }
 

@@ -1,8 +1,8 @@
 //! Kernels of the fused attention: unpacking to levels, dense scores and sums on small tiles, integer scores, exponentials.
 //!
 //! Rows of queries and tiles are padded with zeros to a stride `dim` that eight divides. x86-64 with AVX2, FMA and F16C has forms
-//! of its own, and others with AVX-512, chosen at run time; every other machine (aarch64 too) runs the plain loops, which the
-//! tests hold the others to.
+//! of its own, and others with AVX-512; aarch64 has forms with NEON, and integer scores with `dotprod`. They are chosen at run
+//! time. Every other machine runs the plain loops, which the tests hold the others to.
 //! A sum runs over the tokens in order, one accumulator a channel, so a zero weight changes no bit.
 
 pub(super) use plain::greatest;
@@ -10,11 +10,19 @@ pub(super) use plain::greatest;
 use super::rows::Door;
 use crate::trellis::Trellis;
 use half::f16;
+use level::Level;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+use level::level;
 
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+mod level;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+mod parts;
 mod plain;
 #[cfg(target_arch = "x86_64")]
 mod softmax;
@@ -42,6 +50,53 @@ pub(super) struct Small {
 /// The greatest of the integer levels for sums; those of the uniform grid are whole, since 15 divides it.
 pub(super) const WIDE: f32 = 1020.0;
 
+/// A block of tokens: `n` rows of `width` elements. The score of a query row is at `row * stride + token`, and so is a weight.
+#[derive(Clone, Copy)]
+pub(super) struct Block<'a, T> {
+    pub rows: &'a [T],
+    pub width: usize,
+    pub n: usize,
+    pub stride: usize,
+}
+
+impl<'a, T> Block<'a, T> {
+    #[inline(always)]
+    fn row(&self, token: usize) -> &'a [T] {
+        &self.rows[token * self.width..][..self.width]
+    }
+}
+
+/// Rows of packed words; those at `picks` go to rows of levels, `dim` apart.
+#[derive(Clone, Copy)]
+pub(super) struct Picked<'a> {
+    pub words: &'a [u32],
+    pub row_words: usize,
+    pub picks: &'a [u32],
+    pub dim: usize,
+    pub place: Place,
+}
+
+/// Where a band is in a row of words and in a row of levels.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub word: usize,
+    pub words: usize,
+    pub channel: usize,
+    pub channels: usize,
+}
+
+impl<'a> Picked<'a> {
+    /// Each row of the band with its place in `out`.
+    #[inline(always)]
+    fn to<'b>(self, out: &'b mut [f32]) -> impl Iterator<Item = (&'a [u32], &'b mut [f32])> {
+        let Place { word, words, channel, channels } = self.place;
+        self.picks.iter().zip(out.chunks_exact_mut(self.dim)).map(move |(&pick, out)| {
+            let row = &self.words[pick as usize * self.row_words + word..][..words];
+            (row, &mut out[channel..][..channels])
+        })
+    }
+}
+
 /// Queries in eight bits for the integer scores, in the order of [`channel_at`].
 pub(super) struct Bytes {
     pub rows: Vec<i8>,
@@ -51,10 +106,12 @@ pub(super) struct Bytes {
     pub sums: Vec<i32>,
 }
 
-/// Calls a form for x86 and returns, where the machine has its level.
+/// Calls a form and returns, where the machine has its level.
 macro_rules! fast {
-    ($level:ident, $($call:tt)*) => {
-        #[cfg(target_arch = "x86_64")]
+    (Neon, $($call:tt)*) => { fast!("aarch64", Neon, $($call)*); };
+    ($level:ident, $($call:tt)*) => { fast!("x86_64", $level, $($call)*); };
+    ($arch:literal, $level:ident, $($call:tt)*) => {
+        #[cfg(target_arch = $arch)]
         if level() >= Level::$level {
             // SAFETY: the features that the function enables were found on this machine.
             return unsafe { $($call)* };
@@ -62,78 +119,27 @@ macro_rules! fast {
     };
 }
 
-/// Instruction sets with forms of their own, each with those before it.
-#[cfg(any(target_arch = "x86_64", test))]
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
-enum Level {
-    Plain,
-    Avx2,
-    /// Foundation, BW, VL, VNNI and VBMI.
-    Avx512,
-}
-
-/// What the machine has.
-#[cfg(target_arch = "x86_64")]
-fn level() -> Level {
-    let has = if !(is_x86_feature_detected!("avx2")
-        && is_x86_feature_detected!("fma")
-        && is_x86_feature_detected!("f16c"))
-    {
-        Level::Plain
-    } else if is_x86_feature_detected!("avx512f")
-        && is_x86_feature_detected!("avx512bw")
-        && is_x86_feature_detected!("avx512vl")
-        && is_x86_feature_detected!("avx512vnni")
-        && is_x86_feature_detected!("avx512vbmi")
-    {
-        Level::Avx512
-    } else {
-        Level::Avx2
-    };
-    #[cfg(test)]
-    let has = has.min(tests::MOST.get());
-    has
-}
-
-/// Levels of the rows `picks` of packed words, `channels` of them (a multiple of eight) a row.
-pub(super) fn levels(
-    grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
-    assert_eq!(channels % 8, 0, "{channels} channels");
+/// Levels of packed rows of codes; the channels are a multiple of eight.
+pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
+    assert_eq!(rows.place.channels % 8, 0, "{} channels", rows.place.channels);
     #[cfg(target_arch = "x86_64")]
-    if avx512::whole(grid.bits, channels) {
-        fast!(Avx512, avx512::levels(grid, words, row_words, picks, channels, dim, out));
+    if avx512::whole(grid.bits, rows.place.channels) {
+        fast!(Avx512, avx512::levels(grid, rows, out));
     }
-    fast!(Avx2, avx2::levels(grid, words, row_words, picks, channels, dim, out));
-    plain::levels(grid, words, row_words, picks, channels, dim, out);
+    fast!(Avx2, avx2::levels(grid, rows, out));
+    fast!(Neon, neon::levels(grid, rows, out));
+    plain::levels(grid, rows, out);
 }
 
-/// Levels of the rows `picks` of trellis codes, `channels` of them a row.
-pub(super) fn trellis_levels(
-    grid: &Trellis,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
+/// Levels of rows of trellis codes.
+pub(super) fn trellis_levels(grid: &Trellis, rows: Picked, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
-    if trellis::fits(grid.states_log2, grid.bits, channels)
+    if trellis::fits(grid.states_log2, grid.bits, rows.place.channels)
         && let Ok(fixed) = (&grid.fixed[..]).try_into()
     {
-        let table = (fixed, crate::trellis::UNIT, grid.bits);
-        fast!(Avx512, trellis::vbmi(table, words, row_words, picks, channels, dim, out));
+        fast!(Avx512, trellis::vbmi((fixed, crate::trellis::UNIT, grid.bits), rows, out));
     }
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        trellis_row(grid, &words[pick as usize * row_words..][..row_words], &mut out[..channels]);
-    }
+    rows.to(out).for_each(|(row, out)| trellis_row(grid, row, out));
 }
 
 fn trellis_row(grid: &Trellis, words: &[u32], out: &mut [f32]) {
@@ -148,32 +154,28 @@ fn trellis_row(grid: &Trellis, words: &[u32], out: &mut [f32]) {
 pub(super) fn halves(from: &[f16], to: &mut [f32]) {
     assert_eq!(from.len(), to.len(), "{} half floats, room for {}", from.len(), to.len());
     fast!(Avx2, avx2::halves(from, to));
+    fast!(Neon, neon::halves(from, to));
     f16::read(from, to);
 }
 
-/// Inner products of all query rows with `n` tile rows: `out[row * stride + token]`.
-pub(super) fn scores(queries: &[f32], tile: &[f32], dim: usize, n: usize, stride: usize, out: &mut [f32]) {
-    if dim % 16 == 0 {
-        fast!(Avx512, avx512::scores(queries, tile, dim, n, stride, out));
+/// Inner products of all query rows with the rows of a tile.
+pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+    if tile.width % 16 == 0 {
+        fast!(Avx512, avx512::scores(queries, tile, out));
     }
-    fast!(Avx2, avx2::scores(queries, tile, dim, n, stride, out));
-    plain::scores(queries, tile, dim, n, stride, out);
+    fast!(Avx2, avx2::scores(queries, tile, out));
+    fast!(Neon, neon::scores(queries, tile, out));
+    plain::scores(queries, tile, out);
 }
 
-/// Adds `n` tile rows to the sums of all query rows, weighted by `weights[row * stride + token]`.
-pub(super) fn accumulate(
-    weights: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
-    sums: &mut [f32],
-) {
-    if dim % 16 == 0 {
-        fast!(Avx512, avx512::accumulate(weights, tile, dim, n, stride, sums));
+/// Adds the rows of a tile to the sums of all query rows, weighted.
+pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+    if tile.width % 16 == 0 {
+        fast!(Avx512, avx512::accumulate(weights, tile, sums));
     }
-    fast!(Avx2, avx2::accumulate(weights, tile, dim, n, stride, sums));
-    plain::accumulate(weights, tile, dim, n, stride, sums);
+    fast!(Avx2, avx2::accumulate(weights, tile, sums));
+    fast!(Neon, neon::accumulate(weights, tile, sums));
+    plain::accumulate(weights, tile, sums);
 }
 
 /// Whether sums of up to 64 tokens have an integer form on this machine, for this many bits and channels.
@@ -184,18 +186,16 @@ pub(super) fn sums_in_integers(bits: u8, channels: usize) -> bool {
     return false;
 }
 
-/// [`accumulate`] of the levels of `picks` in integers, where there is such a form and the weights are finite; else false and nothing is
-/// done.
+/// [`accumulate`] of the levels of packed rows in integers, where there is such a form and the weights are finite; else false, and
+/// nothing is done.
 pub(super) fn weighted_levels(
     grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
+    rows: Picked,
     weights: &[f32],
     stride: usize,
     sums: &mut [f32],
 ) -> bool {
-    fast!(Avx512, weighted::weighted_levels(grid, words, row_words, picks, weights, stride, sums));
+    fast!(Avx512, weighted::weighted_levels(grid, rows, weights, stride, sums));
     false
 }
 
@@ -203,6 +203,7 @@ pub(super) fn weighted_levels(
 pub(super) fn logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f32 {
     assert_eq!(x.len(), factors.len(), "{} scores, {} factors", x.len(), factors.len());
     fast!(Avx2, softmax::logits(x, factors, bias, scale));
+    fast!(Neon, neon::logits(x, factors, bias, scale));
     plain::logits(x, factors, bias, scale)
 }
 
@@ -210,6 +211,7 @@ pub(super) fn logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f
 pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
     fast!(Avx512, softmax::exponentials_512(x, top));
     fast!(Avx2, softmax::exponentials(x, top));
+    fast!(Neon, neon::exponentials(x, top));
     plain::exponentials(x, top)
 }
 
@@ -225,61 +227,54 @@ pub(super) fn channel_at(bits: u8, place: usize) -> usize {
     (chunk * 32 + byte) * per_byte + field
 }
 
-/// Integer inner products times `grid.unit` and the steps of the queries, for tokens `first..first + n`.
-pub(super) fn integer_scores(
-    grid: &Small,
-    queries: &Bytes,
-    words: &[u32],
-    row_words: usize,
-    n: usize,
-    stride: usize,
-    out: &mut [f32],
-) {
+/// Integer inner products of rows of codes with all queries, times `grid.unit` and the steps of the queries.
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if level() >= Level::Avx512 {
         // SAFETY: the features that the function enables were found on this machine.
-        let done = unsafe { avx512::integer_scores(grid, queries, words, row_words, n, stride, out) };
-        if done == n {
+        let done = unsafe { avx512::integer_scores(grid, queries, codes, out) };
+        if done == codes.n {
             return;
         }
-        let (words, out) = (&words[done * row_words..], &mut out[done..]);
-        fast!(Avx2, avx2::integer_scores(grid, queries, words, row_words, n - done, stride, out));
+        let rest = Block { rows: &codes.rows[done * codes.width..], n: codes.n - done, ..codes };
+        fast!(Avx2, avx2::integer_scores(grid, queries, rest, &mut out[done..]));
     }
-    fast!(Avx2, avx2::integer_scores(grid, queries, words, row_words, n, stride, out));
-    plain::integer_scores(grid, queries, words, row_words, n, stride, out);
+    fast!(Avx2, avx2::integer_scores(grid, queries, codes, out));
+    fast!(Neon, neon::integer_scores(grid, queries, codes, out));
+    plain::integer_scores(grid, queries, codes, out);
 }
 
 #[cfg(test)]
 mod tests {
+    use super::level::{LEVELS, MOST};
     use super::*;
     use crate::rng::Rng;
-    use std::cell::Cell;
 
-    thread_local! {
-        /// The highest level that a test wants.
-        pub(super) static MOST: Cell<Level> = const { Cell::new(Level::Avx512) };
-    }
-
-    /// Runs the forms of a kernel into a buffer, the plain one last.
-    fn all(len: usize, kernel: impl Fn(&mut [f32])) -> [Vec<f32>; 3] {
-        [Level::Avx512, Level::Avx2, Level::Plain].map(|most| {
+    /// Runs the forms of a kernel into a buffer each, the plain one last.
+    fn all(len: usize, kernel: impl Fn(&mut [f32])) -> Vec<(Level, Vec<f32>)> {
+        let run = |most| {
             MOST.set(most);
             let mut out = vec![0.25; len];
             kernel(&mut out);
-            MOST.set(Level::Avx512);
-            out
-        })
+            MOST.set(LEVELS[0]);
+            (most, out)
+        };
+        LEVELS.iter().copied().map(run).collect()
     }
 
-    fn close(what: &str, [best, fast, plain]: [Vec<f32>; 3]) {
-        for (i, (a, b)) in best.iter().chain(&fast).zip(plain.iter().chain(&plain)).enumerate() {
-            assert!((a - b).abs() <= 2e-5 * b.abs().max(1.0), "{what}: {a} and {b} at {i}");
+    fn close(what: &str, mut forms: Vec<(Level, Vec<f32>)>) {
+        let (_, plain) = forms.pop().unwrap();
+        for (level, fast) in forms {
+            for (i, (a, b)) in fast.iter().zip(&plain).enumerate() {
+                let small = (a - b).abs() <= 2e-5 * b.abs().max(1.0);
+                assert!(small, "{level:?}, {what}: {a} and {b} at {i}");
+            }
         }
     }
 
-    fn same(what: &str, [best, fast, plain]: [Vec<f32>; 3]) {
-        assert_eq!(best, plain, "AVX-512, {what}");
-        assert_eq!(fast, plain, "AVX2, {what}");
+    fn same(what: &str, mut forms: Vec<(Level, Vec<f32>)>) {
+        let (_, plain) = forms.pop().unwrap();
+        forms.iter().for_each(|(level, fast)| assert_eq!(*fast, plain, "{level:?}, {what}"));
     }
 
     #[test]
@@ -290,8 +285,9 @@ mod tests {
             for (rows, n) in [(1, 1), (2, 3), (3, 32), (4, 7), (9, 32)] {
                 let (q, tile, weights) = (normals(rows * dim), normals(n * dim), normals(rows * 32));
                 let what = format!("{dim} channels, {rows} rows, {n} tokens");
-                close(&what, all(rows * 32, |out| scores(&q, &tile, dim, n, 32, out)));
-                close(&what, all(rows * dim, |out| accumulate(&weights, &tile, dim, n, 32, out)));
+                let tile = Block { rows: &tile[..], width: dim, n, stride: 32 };
+                close(&what, all(rows * 32, |out| scores(&q, tile, out)));
+                close(&what, all(rows * dim, |out| accumulate(&weights, tile, out)));
             }
         }
         for len in [1, 8, 13, 32] {
@@ -314,7 +310,7 @@ mod tests {
             same("logits", logits(&x));
             let mut bad = x.clone();
             bad[len / 2] = f32::NAN;
-            assert!(logits(&bad).iter().all(|out| out[len].is_nan()));
+            assert!(logits(&bad).iter().all(|(_, out)| out[len].is_nan()));
         }
         let mut x = [f32::NEG_INFINITY, 1.0, 0.0, -200.0, f32::NAN, 0.5, 0.0, 1.0];
         assert!(exponentials(&mut x, 1.0).0.is_nan() && x[4].is_nan());
@@ -345,20 +341,24 @@ mod tests {
                     };
                     let picks = [4, 0, 3];
                     let what = format!("{bits} bits, {channels} channels");
-                    let levels = |out: &mut [f32]| levels(&grid, &words, w, &picks, channels, channels, out);
-                    same(&what, all(3 * channels, levels));
+                    let place = Place { word: 0, words: w, channel: 0, channels };
+                    let rows = Picked { words: &words, row_words: w, picks: &picks, dim: channels, place };
+                    same(&what, all(3 * channels, |out| levels(&grid, rows, out)));
                     if !integer_form(bits, channels) {
                         continue;
                     }
-                    for rows in [1, 3, 6] {
-                        let q: Vec<i8> = (0..rows * channels)
-                            .map(|_| (rng.bits() as u32 % 255) as u8 as i8)
-                            .map(|q| q.max(-127))
-                            .collect();
+                    // The greatest sums of all too.
+                    let full = vec![u32::MAX; n * w];
+                    for (rows, words, most) in
+                        [(1, &words, 0), (3, &words, 0), (6, &words, 0), (2, &full, 127)]
+                    {
+                        let mut byte = || if most > 0 { most } else { (rng.bits() as u8 as i8).max(-127) };
+                        let q: Vec<i8> = (0..rows * channels).map(|_| byte()).collect();
                         let sums =
                             q.chunks(channels).map(|q| q.iter().map(|&q| i32::from(q)).sum()).collect();
                         let queries = Bytes { rows: q, steps: vec![0.5; rows], sums };
-                        let scores = |out: &mut [f32]| integer_scores(&grid, &queries, &words, w, n, 8, out);
+                        let codes = Block { rows: &words[..], width: w, n, stride: 8 };
+                        let scores = |out: &mut [f32]| integer_scores(&grid, &queries, codes, out);
                         same(&format!("{what}, {rows} rows"), all(rows * 8, scores));
                     }
                 }
@@ -373,10 +373,10 @@ mod tests {
             for channels in [16, 40, 64, 128, 192, 256, 576] {
                 let (w, picks) = (grid.words(channels), [3, 0, 2]);
                 let words: Vec<u32> = (0..4 * w).map(|_| rng.bits() as u32).collect();
-                let levels =
-                    |out: &mut [f32]| trellis_levels(&grid, &words, w, &picks, channels, channels, out);
+                let place = Place { word: 0, words: w, channel: 0, channels };
+                let rows = Picked { words: &words, row_words: w, picks: &picks, dim: channels, place };
                 let what = format!("{} and {} bits, {channels}", grid.states_log2, grid.bits);
-                same(&what, all(3 * channels, levels));
+                same(&what, all(3 * channels, |out| trellis_levels(&grid, rows, out)));
             }
         }
     }

@@ -1,6 +1,7 @@
 //! Tiers by age: the older a block, the fewer its bits. By default to 1K tokens 16/16, to 8K 4/4, to 64K 3/2, then 2/1.
 //!
-//! The age of a block is that of its newest token, so no token is packed for a tier before its time.
+//! The age of a block is that of its newest token, so no token is packed for a tier before its time. Where the last tier has an end,
+//! older blocks are evicted: a size limit for layers with a sliding window. It leaves the sinks and pinned blocks alone.
 
 use super::{Action, Bits, Block, check_bits, parse_error, terms};
 use crate::error::{Error, Result};
@@ -10,7 +11,7 @@ use std::str::FromStr;
 /// A tier of [`ProgressivePolicy`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct AgeTier {
-    /// The tier ends before blocks of this age; the last tier has no end.
+    /// The tier ends before blocks of this age. What is older than a last tier with an end is evicted.
     pub until: Option<usize>,
     /// Bits of its blocks.
     pub bits: Bits,
@@ -39,13 +40,12 @@ impl ProgressivePolicy {
     /// A policy with given tiers, youngest first.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] unless ages rise, bits do not, and just the last tier has no end.
+    /// [`Error::Unsupported`] unless ages rise, bits do not, and no tier but the last is without an end.
     pub fn new(tiers: Vec<AgeTier>) -> Result<ProgressivePolicy> {
         check_bits(&tiers.iter().map(|t| t.bits).collect::<Vec<_>>())?;
         let ends: Vec<usize> = tiers.iter().map(|t| t.until.unwrap_or(usize::MAX)).collect();
-        let open = tiers.iter().filter(|t| t.until.is_none()).count();
-        if open != 1 || ends[ends.len() - 1] != usize::MAX || ends.windows(2).any(|w| w[0] >= w[1]) {
-            let reason = "ages rise from tier to tier, and just the last tier has no end".into();
+        if ends.windows(2).any(|w| w[0] >= w[1]) {
+            let reason = "ages rise from tier to tier, and no tier but the last is without an end".into();
             return Err(Error::Unsupported { field: "tiers", value: format!("{ends:?}"), reason });
         }
         Ok(ProgressivePolicy { tiers })
@@ -56,7 +56,7 @@ impl ProgressivePolicy {
         &self.tiers
     }
 
-    /// The tier of a block of this age.
+    /// The tier of a block of this age; the number of tiers where the block is evicted.
     pub fn tier(&self, age: usize) -> usize {
         self.tiers.partition_point(|t| t.until.is_some_and(|until| until <= age))
     }
@@ -64,6 +64,7 @@ impl ProgressivePolicy {
     /// One action a block.
     pub fn decide(&self, blocks: &[Block]) -> Vec<Action> {
         let action = |b: &Block| match self.tier(b.age) {
+            tier if tier == self.tiers.len() && !b.pinned => Action::Drop,
             tier if tier > b.tier && !b.pinned => Action::Recode(tier),
             _ => Action::Keep,
         };
@@ -80,7 +81,8 @@ impl fmt::Display for ProgressivePolicy {
                 None => write!(f, "rest={}", tier.bits)?,
             }
         }
-        Ok(())
+        let open = self.tiers.last().is_none_or(|t| t.until.is_none());
+        f.write_str(if open { "" } else { ",rest=drop" })
     }
 }
 
@@ -89,16 +91,22 @@ impl FromStr for ProgressivePolicy {
     fn from_str(text: &str) -> Result<ProgressivePolicy> {
         const WHAT: &str = "progressive policy";
         let Some(terms) = terms(WHAT, "progressive", text)? else { return Ok(Self::default()) };
-        let mut tiers = vec![];
+        let (mut tiers, mut rest) = (vec![], false);
         for (left, right) in terms {
-            let until = match left {
-                "rest" => None,
-                age => Some(age.parse().map_err(|_| parse_error(WHAT, text, format!("age {age:?}")))?),
-            };
+            if rest {
+                return Err(parse_error(WHAT, text, format!("{left:?} after the rest")));
+            }
+            rest = left == "rest";
+            if rest && right == "drop" {
+                continue;
+            }
+            let age = |age: &str| age.parse().map_err(|_| parse_error(WHAT, text, format!("age {age:?}")));
+            let until = if rest { None } else { Some(age(left)?) };
             tiers.push(AgeTier { until, bits: right.parse()? });
         }
-        if tiers.iter().all(|t| t.until.is_some()) {
-            return Err(parse_error(WHAT, text, "a last term rest=K/V is needed".into()));
+        if !rest || tiers.is_empty() {
+            let reason = "tiers are needed, and a last term rest=K/V or rest=drop".into();
+            return Err(parse_error(WHAT, text, reason));
         }
         ProgressivePolicy::new(tiers)
     }
@@ -126,5 +134,9 @@ mod tests {
         let blocks =
             [block(9000, 0, false), block(9000, 2, false), block(10, 3, false), block(90000, 1, true)];
         assert_eq!(policy.decide(&blocks), [Action::Recode(2), Action::Keep, Action::Keep, Action::Keep]);
+        let limit: ProgressivePolicy = "progressive:1024=16/16,9000=4/4,rest=drop".parse().unwrap();
+        let blocks =
+            [block(8999, 0, false), block(9000, 1, false), block(9000, 1, true), block(10, 1, false)];
+        assert_eq!(limit.decide(&blocks), [Action::Recode(1), Action::Drop, Action::Keep, Action::Keep]);
     }
 }

@@ -1,7 +1,7 @@
 //! The AVX2 forms of the kernels, see the parent. Loads and stores go through arrays of a register's size, so that every slice is
 //! bounds-checked by the language; what is unsafe here is only the move between such an array and a register.
 
-use super::{Bytes, Small};
+use super::{Block, Bytes, Picked, Small};
 use half::f16;
 use std::arch::x86_64::*;
 
@@ -42,41 +42,25 @@ fn eight(row: &[u8], b: usize, i: usize) -> u32 {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn levels(
-    grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
+pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
     match grid.bits {
-        1 => levels_of::<1>(grid, words, row_words, picks, channels, dim, out),
-        2 => levels_of::<2>(grid, words, row_words, picks, channels, dim, out),
-        3 => levels_of::<3>(grid, words, row_words, picks, channels, dim, out),
-        _ => levels_of::<4>(grid, words, row_words, picks, channels, dim, out),
+        1 => levels_of::<1>(grid, rows, out),
+        2 => levels_of::<2>(grid, rows, out),
+        3 => levels_of::<3>(grid, rows, out),
+        _ => levels_of::<4>(grid, rows, out),
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn levels_of<const B: usize>(
-    grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
+fn levels_of<const B: usize>(grid: &Small, rows: Picked, out: &mut [f32]) {
     let b = B as i32;
     let shifts = _mm256_setr_epi32(0, b, 2 * b, 3 * b, 4 * b, 5 * b, 6 * b, 7 * b);
     let tables = grid.levels.as_chunks::<8>().0;
     let (low, high) = (load(&tables[0]), load(&tables[1]));
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        let row: &[u8] = bytemuck::cast_slice(&words[pick as usize * row_words..][..row_words]);
-        let out = out[..channels].as_chunks_mut::<8>().0;
+    for (row, out) in rows.to(out) {
+        let row: &[u8] = bytemuck::cast_slice(row);
+        let out = out.as_chunks_mut::<8>().0;
         if B == 4 {
             for (&word, out) in row.as_chunks::<4>().0.iter().zip(out) {
                 let codes = _mm256_srlv_epi32(_mm256_set1_epi32(i32::from_le_bytes(word)), shifts);
@@ -120,27 +104,22 @@ pub(super) fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn scores(queries: &[f32], tile: &[f32], dim: usize, n: usize, stride: usize, out: &mut [f32]) {
-    for (queries, out) in queries.chunks(4 * dim).zip(out.chunks_mut(4 * stride)) {
+pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+    let dim = tile.width;
+    for (queries, out) in queries.chunks(4 * dim).zip(out.chunks_mut(4 * tile.stride)) {
         match queries.len() / dim {
-            1 => scores_of::<1>(queries, tile, dim, n, stride, out),
-            2 => scores_of::<2>(queries, tile, dim, n, stride, out),
-            3 => scores_of::<3>(queries, tile, dim, n, stride, out),
-            _ => scores_of::<4>(queries, tile, dim, n, stride, out),
+            1 => scores_of::<1>(queries, tile, out),
+            2 => scores_of::<2>(queries, tile, out),
+            3 => scores_of::<3>(queries, tile, out),
+            _ => scores_of::<4>(queries, tile, out),
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn scores_of<const R: usize>(
-    queries: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
-    out: &mut [f32],
-) {
+fn scores_of<const R: usize>(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+    let Block { rows: tile, width: dim, n, stride } = tile;
     let eights = dim / 8;
     let mut q: [&[[f32; 8]]; R] = [&[]; R];
     for (r, q) in q.iter_mut().enumerate() {
@@ -171,34 +150,22 @@ fn scores_of<const R: usize>(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn accumulate(
-    weights: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
-    sums: &mut [f32],
-) {
-    for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
+pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+    let dim = tile.width;
+    for (weights, sums) in weights.chunks(4 * tile.stride).zip(sums.chunks_mut(4 * dim)) {
         match sums.len() / dim {
-            1 => accumulate_of::<1>(weights, tile, dim, n, stride, sums),
-            2 => accumulate_of::<2>(weights, tile, dim, n, stride, sums),
-            3 => accumulate_of::<3>(weights, tile, dim, n, stride, sums),
-            _ => accumulate_of::<4>(weights, tile, dim, n, stride, sums),
+            1 => accumulate_of::<1>(weights, tile, sums),
+            2 => accumulate_of::<2>(weights, tile, sums),
+            3 => accumulate_of::<3>(weights, tile, sums),
+            _ => accumulate_of::<4>(weights, tile, sums),
         }
     }
 }
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn accumulate_of<const R: usize>(
-    weights: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
-    sums: &mut [f32],
-) {
+fn accumulate_of<const R: usize>(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+    let Block { rows: tile, width: dim, n, stride } = tile;
     let mut w: [&[f32]; R] = [&[]; R];
     for (r, w) in w.iter_mut().enumerate() {
         *w = &weights[r * stride..][..n];
@@ -244,27 +211,19 @@ fn accumulate_of<const R: usize>(
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn integer_scores(
-    grid: &Small,
-    queries: &Bytes,
-    words: &[u32],
-    row_words: usize,
-    n: usize,
-    stride: usize,
-    out: &mut [f32],
-) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
     let rows = queries.steps.len();
     for first in (0..rows).step_by(4) {
-        let out = &mut out[first * stride..];
-        for t in 0..n {
-            let words = words[t * row_words..][..row_words].as_chunks::<8>().0;
+        let out = &mut out[first * codes.stride..];
+        for t in 0..codes.n {
+            let words = codes.row(t).as_chunks::<8>().0;
             let sums = match grid.bits {
                 2 => integer_row::<2, 4>(grid, queries, first, words),
                 _ => integer_row::<4, 2>(grid, queries, first, words),
             };
             for (r, sum) in sums.into_iter().enumerate().take(rows - first) {
                 let sum = sum as f32 - grid.middle * queries.sums[first + r] as f32;
-                out[r * stride + t] = queries.steps[first + r] * grid.unit * sum;
+                out[r * codes.stride + t] = queries.steps[first + r] * grid.unit * sum;
             }
         }
     }

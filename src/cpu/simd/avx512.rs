@@ -1,7 +1,8 @@
 //! The AVX-512 forms of the kernels, see the parent: sixteen levels are one permutation, and byte products are summed as they are
 //! formed. Chosen where the machine has VNNI and VBMI too (Ice Lake, Zen 4 and later).
 
-use super::{Bytes, Small};
+use super::parts::four;
+use super::{Block, Bytes, Picked, Small};
 use std::arch::x86_64::*;
 
 #[inline]
@@ -46,22 +47,13 @@ pub(super) fn whole(bits: u8, channels: usize) -> bool {
 
 /// See [`super::levels`]; for rows that are [`whole`]. The look-up takes the four low bits; the tables of narrower codes repeat.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(super) fn levels(
-    grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
+pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
     let table = load(&grid.levels);
     if grid.bits == 4 {
         let shifts = _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
         // No closures in the loops: what takes one is compiled for the plain instruction set and cannot inline it.
-        for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-            let row = words[pick as usize * row_words..][..row_words].as_chunks().0;
-            for (&[low, high], out) in row.iter().zip(out[..channels].as_chunks_mut::<16>().0) {
+        for (row, out) in rows.to(out) {
+            for (&[low, high], out) in row.as_chunks().0.iter().zip(out.as_chunks_mut::<16>().0) {
                 let codes = _mm512_mask_set1_epi32(_mm512_set1_epi32(low as i32), 0xff00, high as i32);
                 store(out, _mm512_permutexvar_ps(_mm512_srlv_epi32(codes, shifts), table));
             }
@@ -69,10 +61,9 @@ pub(super) fn levels(
         return;
     }
     let (places, bytes) = (&PLACES[usize::from(grid.bits) - 1], 8 * usize::from(grid.bits));
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        let row: &[u8] = bytemuck::cast_slice(&words[pick as usize * row_words..][..row_words]);
-        let out = out[..channels].as_chunks_mut::<64>().0;
-        for (row, out) in row.chunks_exact(bytes).zip(out) {
+    for (row, out) in rows.to(out) {
+        let row: &[u8] = bytemuck::cast_slice(row);
+        for (row, out) in row.chunks_exact(bytes).zip(out.as_chunks_mut::<64>().0) {
             // SAFETY: the mask lets through the bytes of the slice.
             let row = unsafe { _mm512_maskz_loadu_epi8(u64::MAX >> (64 - bytes), row.as_ptr().cast()) };
             for (i, out) in out.as_chunks_mut::<16>().0.iter_mut().enumerate() {
@@ -106,9 +97,10 @@ fn sums(x: [[__m512; 4]; 4]) -> __m512 {
     pair(pair(a, b), pair(c, d))
 }
 
-/// See [`super::scores`]; `dim` is a multiple of 16. Four tokens by four query rows at a time.
+/// See [`super::scores`]; the width is a multiple of 16. Four tokens by four query rows at a time.
 #[target_feature(enable = "avx512f")]
-pub(super) fn scores(queries: &[f32], tile: &[f32], dim: usize, n: usize, stride: usize, out: &mut [f32]) {
+pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+    let Block { rows: tile, width: dim, n, stride } = tile;
     let (rows, parts) = (queries.len() / dim, dim / 16);
     for first in (0..rows).step_by(4) {
         let q = four(queries, dim, first, rows);
@@ -128,16 +120,6 @@ pub(super) fn scores(queries: &[f32], tile: &[f32], dim: usize, n: usize, stride
     }
 }
 
-/// Four rows from `first` on, in runs of sixteen; those that there are not are the last one.
-#[inline(always)]
-fn four(x: &[f32], dim: usize, first: usize, rows: usize) -> [&[[f32; 16]]; 4] {
-    let mut four: [&[[f32; 16]]; 4] = [&[]; 4];
-    for (i, row) in four.iter_mut().enumerate() {
-        *row = &x[(first + i).min(rows - 1) * dim..][..dim].as_chunks().0[..dim / 16];
-    }
-    four
-}
-
 /// Writes sum `4 t + r` to `out[r * stride + t]`.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -154,29 +136,23 @@ fn put(sums: __m512, rows: usize, tokens: usize, stride: usize, out: &mut [f32])
     }
 }
 
-/// See [`super::accumulate`]; `dim` is a multiple of 16.
+/// See [`super::accumulate`]; the width is a multiple of 16.
 #[target_feature(enable = "avx512f")]
-pub(super) fn accumulate(
-    weights: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
-    sums: &mut [f32],
-) {
+pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+    let Block { width: dim, stride, .. } = tile;
     for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
         let rows = sums.len() / dim;
         let mut at = 0;
         while at < dim {
             let wide = at + 64 <= dim;
             match (rows, wide) {
-                (4, true) => accumulate_of::<4, 4>(weights, tile, dim, n, stride, at, sums),
-                (4, false) => accumulate_of::<4, 1>(weights, tile, dim, n, stride, at, sums),
+                (4, true) => accumulate_of::<4, 4>(weights, tile, at, sums),
+                (4, false) => accumulate_of::<4, 1>(weights, tile, at, sums),
                 _ => {
                     for (weights, sums) in weights.chunks(stride).zip(sums.chunks_mut(dim)) {
                         match wide {
-                            true => accumulate_of::<1, 4>(weights, tile, dim, n, stride, at, sums),
-                            false => accumulate_of::<1, 1>(weights, tile, dim, n, stride, at, sums),
+                            true => accumulate_of::<1, 4>(weights, tile, at, sums),
+                            false => accumulate_of::<1, 1>(weights, tile, at, sums),
                         }
                     }
                 }
@@ -191,13 +167,11 @@ pub(super) fn accumulate(
 #[target_feature(enable = "avx512f")]
 fn accumulate_of<const R: usize, const C: usize>(
     weights: &[f32],
-    tile: &[f32],
-    dim: usize,
-    n: usize,
-    stride: usize,
+    tile: Block<f32>,
     at: usize,
     sums: &mut [f32],
 ) {
+    let Block { rows: tile, width: dim, n, stride } = tile;
     let mut x = [[_mm512_setzero_ps(); C]; R];
     let mut w: [&[f32]; R] = [&[]; R];
     for r in 0..R {
@@ -227,29 +201,21 @@ fn accumulate_of<const R: usize, const C: usize>(
 
 /// Integer scores of the first tokens, as many as fours hold, which it returns; rows of 8 or 16 words of 2 or 4 bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-pub(super) fn integer_scores(
-    grid: &Small,
-    queries: &Bytes,
-    words: &[u32],
-    row_words: usize,
-    n: usize,
-    stride: usize,
-    out: &mut [f32],
-) -> usize {
-    type Run = unsafe fn(&Small, &Bytes, &[u32], usize, usize, usize, &mut [f32]);
-    let run: Run = match (grid.bits, row_words) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) -> usize {
+    type Run = unsafe fn(&Small, &Bytes, usize, Block<u32>, &mut [f32]);
+    let run: Run = match (grid.bits, codes.width) {
         (2, 8) => integer_scores_of::<2, 4, 8>,
         (2, 16) => integer_scores_of::<2, 4, 16>,
         (4, 8) => integer_scores_of::<4, 2, 8>,
         (4, 16) => integer_scores_of::<4, 2, 16>,
         _ => return 0,
     };
-    let n = n / 4 * 4;
+    let codes = Block { n: codes.n / 4 * 4, ..codes };
     for first in (0..queries.steps.len()).step_by(4) {
         // SAFETY: the features are those of this function.
-        unsafe { run(grid, queries, words, first, n, stride, out) };
+        unsafe { run(grid, queries, first, codes, out) };
     }
-    n
+    codes.n
 }
 
 /// Four queries from `first` on; a register holds the codes of one token (W = 16 words) or two.
@@ -257,12 +223,11 @@ pub(super) fn integer_scores(
 fn integer_scores_of<const B: usize, const FIELDS: usize, const W: usize>(
     grid: &Small,
     queries: &Bytes,
-    words: &[u32],
     first: usize,
-    n: usize,
-    stride: usize,
+    codes: Block<u32>,
     out: &mut [f32],
 ) {
+    let Block { rows: words, n, stride, .. } = codes;
     let (rows, channels) = (queries.steps.len(), W * 32 / B);
     let place = |r: usize| (first + r).min(rows - 1);
     let mut q = [[_mm512_setzero_si512(); 4]; FIELDS];

@@ -1,6 +1,7 @@
 //! Softmax steps of the fused attention in x86 registers: logits of a block, and exponentials, see the parent.
 
 use super::avx2::{load, store, sums};
+use super::parts::exp::{LN_2, LOW, TAYLOR};
 use std::arch::x86_64::*;
 
 /// See [`super::logits`].
@@ -24,10 +25,9 @@ pub(super) fn logits(x: &mut [f32], factors: &[f32], bias: f32, scale: f32) -> f
     if _mm256_movemask_ps(nans) != 0 || rest.is_nan() { f32::NAN } else { top.max(rest) }
 }
 
-/// exp by 2^n times a polynomial of degree six on |r| <= ln 2 / 2: 2e-7 relative; below -87 it is zero. See [`super::exponentials`].
+/// See [`super::exponentials`].
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
-    const LOW: f32 = -87.0;
     let (eights, rest) = x.as_chunks_mut::<8>();
     let mut total = _mm256_setzero_ps();
     let mut least = _mm256_set1_ps(f32::INFINITY);
@@ -40,10 +40,10 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
             d,
             _mm256_set1_ps(std::f32::consts::LOG2_E),
         ));
-        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693_359_4), d);
-        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.121_944_4e-4), r);
-        let mut p = _mm256_set1_ps(1.0 / 720.0);
-        for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(LN_2[0]), d);
+        let r = _mm256_fnmadd_ps(n, _mm256_set1_ps(LN_2[1]), r);
+        let mut p = _mm256_set1_ps(TAYLOR[0]);
+        for &c in &TAYLOR[1..] {
             p = _mm256_fmadd_ps(p, r, _mm256_set1_ps(c));
         }
         let power = _mm256_slli_epi32::<23>(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
@@ -63,7 +63,6 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
 /// The same with AVX-512; the last lanes are masked.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
 pub(super) fn exponentials_512(x: &mut [f32], top: f32) -> (f32, f32) {
-    const LOW: f32 = -87.0;
     let mut total = _mm512_setzero_ps();
     let mut least = _mm512_set1_ps(f32::INFINITY);
     for x in x.chunks_mut(16) {
@@ -78,10 +77,10 @@ pub(super) fn exponentials_512(x: &mut [f32], top: f32) -> (f32, f32) {
             d,
             _mm512_set1_ps(std::f32::consts::LOG2_E),
         ));
-        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693_359_4), d);
-        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.121_944_4e-4), r);
-        let mut p = _mm512_set1_ps(1.0 / 720.0);
-        for c in [1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0] {
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN_2[0]), d);
+        let r = _mm512_fnmadd_ps(n, _mm512_set1_ps(LN_2[1]), r);
+        let mut p = _mm512_set1_ps(TAYLOR[0]);
+        for &c in &TAYLOR[1..] {
             p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
         }
         let e = _mm512_maskz_scalef_ps(visible, p, n);

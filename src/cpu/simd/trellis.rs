@@ -1,6 +1,7 @@
 //! Levels of trellis codes in x86 registers: windows of eight bits are cut out and looked up 64 at a time with AVX-512 VBMI, other
 //! windows are gathered with AVX2. See [`crate::trellis`] for the windows.
 
+use super::Picked;
 use std::arch::x86_64::*;
 
 /// Whether [`vbmi`] has a form for rings of this shape: whole runs of 64 coordinates in one register.
@@ -49,17 +50,9 @@ fn places(x: &Places) -> __m512i {
 
 /// Levels of the rows `picks`, windows of eight bits; `fixed` holds 256 levels in `unit`s, odd under complement.
 #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-pub(super) fn vbmi(
-    (fixed, unit, bits): (&[i16; 256], f32, u8),
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
-    channels: usize,
-    dim: usize,
-    out: &mut [f32],
-) {
-    let ring = channels * usize::from(bits) / 8;
-    assert!(fits(8, bits, channels) && ring <= 4 * row_words, "{channels} channels of {bits} bits");
+pub(super) fn vbmi((fixed, unit, bits): (&[i16; 256], f32, u8), rows: Picked, out: &mut [f32]) {
+    let (channels, ring) = (rows.place.channels, rows.place.channels * usize::from(bits) / 8);
+    assert!(fits(8, bits, channels) && ring <= 4 * rows.place.words, "{channels} channels of {bits} bits");
     let some = u64::MAX >> (64 - ring);
     // Low and high bytes of the first half of the table, two registers each.
     let (mut low, mut high) = ([_mm512_setzero_si512(); 2], [_mm512_setzero_si512(); 2]);
@@ -79,11 +72,11 @@ pub(super) fn vbmi(
     // The byte before the first is the last of the ring.
     let first = _mm512_mask_set1_epi8(around, 1, ring as i8 - 1);
     let unit = _mm512_set1_ps(unit);
-    for (&pick, out) in picks.iter().zip(out.chunks_exact_mut(dim)) {
-        let row: &[u8] = bytemuck::cast_slice(&words[pick as usize * row_words..][..row_words]);
+    for (row, out) in rows.to(out) {
+        let row: &[u8] = bytemuck::cast_slice(row);
         // SAFETY: the `ring` bytes that the mask lets through are inside the row.
         let bytes = unsafe { _mm512_maskz_loadu_epi8(some, row.as_ptr().cast()) };
-        for (i, out) in out[..channels].as_chunks_mut::<64>().0.iter_mut().enumerate() {
+        for (i, out) in out.as_chunks_mut::<64>().0.iter_mut().enumerate() {
             let place = _mm512_add_epi8(around, _mm512_set1_epi8((8 * bits as usize * i) as i8));
             let near = _mm512_permutexvar_epi8(if i == 0 { first } else { place }, bytes);
             let window = _mm512_multishift_epi64_epi8(begins, near);

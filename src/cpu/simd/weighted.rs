@@ -3,7 +3,7 @@
 //! The weights of a row are taken to 15 bits of the greatest in the block, levels to [`super::WIDE`] steps a side: of a block's share in the
 //! sum that moves less than a hundredth of what the grid itself does. A block of [`MOST`] tokens cannot overflow 32 bits.
 
-use super::Small;
+use super::{Picked, Small};
 use std::arch::x86_64::*;
 
 /// Tokens that are summed at once.
@@ -43,19 +43,16 @@ struct Row {
     step: f32,
 }
 
-/// Adds the rows `picks` of packed words to the sums of all query rows, weighted by `weights[row * stride + token]`. False, and nothing
-/// is done, if a weight is not finite.
+/// See [`super::weighted_levels`]; the weight of a token is `weights[row * stride + token]`.
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512vnni,avx512vbmi")]
 pub(super) fn weighted_levels(
     grid: &Small,
-    words: &[u32],
-    row_words: usize,
-    picks: &[u32],
+    rows: Picked,
     weights: &[f32],
     stride: usize,
     sums: &mut [f32],
 ) -> bool {
-    let dim = 8 * row_words;
+    let Picked { words, row_words, picks, dim, .. } = rows;
     assert!(picks.len() <= MOST, "{} tokens at once", picks.len());
     let finite = |w: &[f32]| w.iter().fold(true, |all, w| all & w.is_finite());
     if !weights.chunks_exact(stride).all(|w| finite(&w[..picks.len()])) {
@@ -159,6 +156,7 @@ fn add<const R: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::simd::Place;
     use crate::rng::Rng;
 
     #[test]
@@ -179,9 +177,10 @@ mod tests {
             let mut weights: Vec<f32> = (0..rows * 64).map(|_| (3.0 * rng.normal()).exp() as f32).collect();
             let mut sums = vec![0.5f32; rows * dim];
             let mut add = |weights: &[f32]| {
+                let place = Place { word: 0, words: row_words, channel: 0, channels: dim };
+                let rows = Picked { words: &words, row_words, picks: &picks, dim, place };
                 // SAFETY: the form was asked for above.
-                let done =
-                    unsafe { weighted_levels(&grid, &words, row_words, &picks, weights, 64, &mut sums) };
+                let done = unsafe { weighted_levels(&grid, rows, weights, 64, &mut sums) };
                 (done, sums.clone())
             };
             let (done, got) = add(&weights);
