@@ -34,8 +34,7 @@ fn rows(seed: u64) -> [Tensor; 2] {
 
 /// Positions of the tokens held, with the number of exact ones at the end.
 fn positions(cache: &LayerCache<Cpu>) -> Vec<usize> {
-    let list: Vec<usize> =
-        cache.segments().iter().flat_map(|s| s.start..s.start + s.keys.len()).collect();
+    let list: Vec<usize> = cache.segments().iter().flat_map(|s| s.start..s.start + s.keys.len()).collect();
     assert!(list.windows(2).all(|w| w[0] < w[1]), "{list:?}");
     assert!(list.last().is_none_or(|last| *last < cache.offset()), "{list:?}");
     assert_eq!(list.len(), cache.len());
@@ -99,7 +98,10 @@ fn t17_a_trim_after_eviction_goes_back_in_positions() {
             assert_eq!(one.offset(), 1200 - n, "{what}");
             // What was held and is not trimmed is still there, and nothing came back.
             let held = positions(&one);
-            assert!(held.iter().copied().eq(before.into_iter().filter(|&p| p < 1200 - n)), "{what}: {held:?}");
+            assert!(
+                held.iter().copied().eq(before.into_iter().filter(|&p| p < 1200 - n)),
+                "{what}: {held:?}"
+            );
             holds(&one, &x, &what);
             // Other tokens take the places of the trimmed ones.
             let other = rows(5);
@@ -143,7 +145,10 @@ fn t53_a_limit_on_packed_tokens_bounds_rows_and_bytes() {
         assert_eq!((report.limit, report.tokens(), report.bytes()), (Some(LIMIT), one.len(), one.nbytes()));
         let body: Vec<_> = report.parts.iter().filter(|p| p.tier == "tier 0").collect();
         let bits = if recipe == EXACT { 32.0 } else { 4.0 };
-        assert!(!body.is_empty() && body.iter().all(|p| [p.key_bits, p.value_bits] == [bits; 2]), "{report:?}");
+        assert!(
+            !body.is_empty() && body.iter().all(|p| [p.key_bits, p.value_bits] == [bits; 2]),
+            "{report:?}"
+        );
         assert_eq!(free.report().unwrap().limit, None);
     }
 }
@@ -162,7 +167,8 @@ fn a_limit_that_cannot_hold_is_refused_before_anything_is_kept() {
     // Exempt layers stay exact under the limit of the others.
     let recipe: Recipe = FOUR_BITS.parse().unwrap();
     let shape = Some(LayerShape { key_dim: D, value_dim: D });
-    let mut model = KvCache::new(Cpu, &recipe, &[shape, shape], &[0]).unwrap().with_tiers(&policy, 1).unwrap();
+    let mut model =
+        KvCache::new(Cpu, &recipe, &[shape, shape], &[0]).unwrap().with_tiers(&policy, 1).unwrap();
     let [k, v] = rows(11);
     model.layers_mut().iter_mut().for_each(|layer| layer.append(&k, &v).unwrap());
     let [exact, packed] = model.layers() else { panic!("two layers") };
@@ -191,8 +197,7 @@ fn t20_rows_of_a_batch_that_accept_different_drafts() {
         // The next token of both rows stands in the same column; the hidden tail of a row is before it.
         let q = gauss(&[2, 2 * h, 1, D], 22);
         let seen = |b: usize, t: usize| t >= padding[b] && (t == end || t < 7 + accepted[b]);
-        let mask: Vec<u8> =
-            (0..2).flat_map(|b| (0..=end).map(move |t| u8::from(seen(b, t)))).collect();
+        let mask: Vec<u8> = (0..2).flat_map(|b| (0..=end).map(move |t| u8::from(seen(b, t)))).collect();
         let rules = Rules {
             mask: Some(Tensor::new(&[2, 1, 1, end + 1], mask).unwrap()),
             exact: true,
