@@ -2,7 +2,7 @@
 
 use proptest::prelude::*;
 use turbomoq::attention::Rules;
-use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape};
+use turbomoq::cache::{GroupsState, HeadGroups, KvCache, LayerCache, LayerShape};
 use turbomoq::cpu::Cpu;
 use turbomoq::policy::allocation::{Part, allocate, loss};
 use turbomoq::rng::Rng;
@@ -50,6 +50,39 @@ fn every_head_answers_as_it_would_alone() {
     let (keys, values) =
         groups.update_and_fetch(&random(&mut rng, [1, 3, 1, 64]), &random(&mut rng, [1, 3, 1, 64])).unwrap();
     assert_eq!((keys.shape(), values.shape()), (&[1, 3, 239, 64][..], &[1, 3, 239, 64][..]));
+}
+
+#[test]
+fn groups_go_on_from_their_state() {
+    let recipe: Recipe = "best,window=64,key-bits=3-4.2.4,value-bits=3-2".parse().unwrap();
+    let mut rng = Rng::new(7, 0);
+    for tokens in [0, 5, 300] {
+        let mut one = HeadGroups::new(Cpu, &recipe, 1, SHAPE, 3).unwrap();
+        if tokens > 0 {
+            let [k, v] = [(); 2].map(|()| random(&mut rng, [1, 3, tokens, 64]));
+            one.append(&k, &v).unwrap();
+        }
+        let state = one.state().unwrap();
+        let mut two = HeadGroups::from_state(Cpu, &state).unwrap();
+        assert_eq!((two.offset(), two.report().unwrap()), (one.offset(), one.report().unwrap()));
+        let [k, v] = [(); 2].map(|()| random(&mut rng, [1, 3, 200, 64]));
+        assert_eq!(one.update_and_fetch(&k, &v).unwrap(), two.update_and_fetch(&k, &v).unwrap());
+        let refused = |change: &dyn Fn(&mut GroupsState<Tensor>)| {
+            let mut bad = state.clone();
+            change(&mut bad);
+            matches!(HeadGroups::from_state(Cpu, &bad), Err(Error::Parse { .. }))
+        };
+        assert!(refused(&|bad| bad.heads = vec![vec![0, 1], vec![1]]));
+        assert!(refused(&|bad| bad.heads = vec![vec![0, 3], vec![1]]));
+        assert!(refused(&|bad| bad.heads.push(vec![])));
+        assert!(refused(&|bad| bad.groups.truncate(1)));
+        assert!(refused(&|bad| (bad.groups, bad.heads) = (vec![], vec![])));
+        if tokens > 0 {
+            assert!(refused(&|bad| bad.heads.swap(0, 1)), "two heads for a cache of one");
+            let fewer = HeadGroups::new(Cpu, &recipe, 1, SHAPE, 3).unwrap().state().unwrap();
+            assert!(refused(&|bad| bad.groups[1] = fewer.groups[1].clone()), "another offset");
+        }
+    }
 }
 
 #[test]

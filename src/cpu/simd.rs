@@ -144,8 +144,7 @@ pub(super) fn trellis_levels(grid: &Trellis, rows: Picked, out: &mut [f32]) {
 
 fn trellis_row(grid: &Trellis, words: &[u32], out: &mut [f32]) {
     if out.len() % 8 == 0 {
-        let shape = (grid.states_log2, grid.bits);
-        fast!(Avx2, trellis::gathered(grid.levels(), shape, words, out));
+        fast!(Avx2, trellis::gathered(grid.levels(), (grid.states_log2, grid.bits), words, out));
     }
     grid.decode(words, out);
 }
@@ -215,7 +214,7 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
     plain::exponentials(x, top)
 }
 
-/// Whether integer scores have a form for this many bits and channels: 16-bit sums hold 512 channels.
+/// Whether integer scores have a form for this many bits and channels.
 pub(super) fn integer_form(bits: u8, channels: usize) -> bool {
     matches!(bits, 2 | 4) && channels % (256 / usize::from(bits)) == 0 && channels <= 512
 }

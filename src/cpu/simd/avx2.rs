@@ -247,32 +247,36 @@ fn integer_row<const B: usize, const FIELDS: usize>(
     // SAFETY: an array of 16 bytes is read, unaligned.
     let table = _mm256_broadcastsi128_si256(unsafe { _mm_loadu_si128(grid.bytes.as_ptr().cast()) });
     let (mask, ones) = (_mm256_set1_epi8((1 << B) - 1), _mm256_set1_epi16(1));
-    let mut narrow = [_mm256_setzero_si256(); 4];
-    let mut wide = narrow;
-    for (i, words) in words.iter().enumerate() {
-        let words = load_words(words);
-        for field in 0..FIELDS {
-            let codes =
-                _mm256_and_si256(_mm256_srl_epi16(words, _mm_cvtsi32_si128((B * field) as i32)), mask);
-            let at = i * FIELDS + field;
-            if uniform {
-                for r in 0..4 {
-                    let products = _mm256_maddubs_epi16(codes, load_bytes(&q[r][at]));
-                    narrow[r] = _mm256_add_epi16(narrow[r], products);
-                }
-            } else {
-                let level = _mm256_shuffle_epi8(table, codes);
-                let size = _mm256_abs_epi8(level);
-                for r in 0..4 {
-                    // Two products of at most 127^2 fit 16 bits, four need not.
-                    let products = _mm256_maddubs_epi16(size, _mm256_sign_epi8(load_bytes(&q[r][at]), level));
-                    wide[r] = _mm256_add_epi32(wide[r], _mm256_madd_epi16(products, ones));
+    let mut wide = [_mm256_setzero_si256(); 4];
+    // 16-bit sums hold the products of 256 channels of 4 bits.
+    for (run, words) in words.chunks(4).enumerate() {
+        let mut narrow = [_mm256_setzero_si256(); 4];
+        for (i, words) in words.iter().enumerate() {
+            let words = load_words(words);
+            for field in 0..FIELDS {
+                let codes =
+                    _mm256_and_si256(_mm256_srl_epi16(words, _mm_cvtsi32_si128((B * field) as i32)), mask);
+                let at = (4 * run + i) * FIELDS + field;
+                if uniform {
+                    for r in 0..4 {
+                        let products = _mm256_maddubs_epi16(codes, load_bytes(&q[r][at]));
+                        narrow[r] = _mm256_add_epi16(narrow[r], products);
+                    }
+                } else {
+                    let level = _mm256_shuffle_epi8(table, codes);
+                    let size = _mm256_abs_epi8(level);
+                    for r in 0..4 {
+                        // Two products of at most 127^2 fit 16 bits, four need not.
+                        let products =
+                            _mm256_maddubs_epi16(size, _mm256_sign_epi8(load_bytes(&q[r][at]), level));
+                        wide[r] = _mm256_add_epi32(wide[r], _mm256_madd_epi16(products, ones));
+                    }
                 }
             }
         }
-    }
-    for r in 0..4 {
-        wide[r] = _mm256_add_epi32(wide[r], _mm256_madd_epi16(narrow[r], ones));
+        for r in 0..4 {
+            wide[r] = _mm256_add_epi32(wide[r], _mm256_madd_epi16(narrow[r], ones));
+        }
     }
     let x = _mm256_hadd_epi32(_mm256_hadd_epi32(wide[0], wide[1]), _mm256_hadd_epi32(wide[2], wide[3]));
     let x = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256::<1>(x));
