@@ -134,7 +134,8 @@ impl Codec {
         let outliers = spec.outliers as usize;
         let mut bands = Vec::new();
         let mut word = 0;
-        for (start, end, bits) in [(0, outliers, spec.bits + 1), (outliers, spec.head_dim, spec.bits)] {
+        for (start, end, bits) in [(0, outliers, spec.bits + spec.lead), (outliers, spec.head_dim, spec.bits)]
+        {
             let mut at = start;
             for dim in blocks(end - start, spec.rotation)? {
                 // Every band has a rotation of its own.

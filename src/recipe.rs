@@ -33,7 +33,8 @@ pub struct Recipe {
 pub const PRESETS: [(&str, &str); 8] = [
     (
         "best",
-        "centred keys, trellis codes (Beta-law grid above 4 bits), keys of their own norm, least-squares values, 4 sinks, window 128",
+        "centred keys, trellis codes (Beta-law grid above 4 bits), keys of their own norm (3 bits are 4 and 2, by energy), \
+         least-squares values, 4 sinks, window 128",
     ),
     ("turbomoq", "the original's split: rotated symmetric keys, rotated Lloyd-Max values"),
     (
@@ -62,11 +63,12 @@ impl Recipe {
             let reason = format!("the presets are {}", names.join(", "));
             return Err(Error::Unsupported { field: "recipe", value: name.into(), reason });
         }
-        let recipe = Recipe {
-            key: with_bits(template(Side::Key), key_bits)?,
-            value: with_bits(template(Side::Value), value_bits)?,
-            ..Recipe::exact()
-        };
+        let mut key = with_bits(template(Side::Key), key_bits)?;
+        if let (Some(key), "best", 3.0) = (&mut key, name, key_bits) {
+            // Half of the channels hold nearly all energy of centred keys: at 4 and 2 bits they lose a fifth less than at 3.
+            (key.bits, key.outliers, key.lead) = (2, key.head_dim as u16 / 2, 2);
+        }
+        let recipe = Recipe { key, value: with_bits(template(Side::Value), value_bits)?, ..Recipe::exact() };
         Ok(match name {
             "best" => Recipe { centred: true, sinks: 4, window: 128, ..recipe },
             "kivi" => Recipe { window: 128, ..recipe },
@@ -219,7 +221,7 @@ pub fn with_bits(template: CodecSpec, bits: f32) -> Result<Option<CodecSpec>> {
     if !(1.0..=8.0).contains(&whole) || (fraction != 0.0 && fraction != 0.5) {
         return Err(no());
     }
-    let mut spec = CodecSpec { bits: whole as u8, outliers, ..template };
+    let mut spec = CodecSpec { bits: whole as u8, outliers, lead: 1, ..template };
     if matches!(spec.grid, Grid::Trellis { .. }) && bits > 4.0 {
         // The trellis ends at four bits; above them a scalar grid is as good as lossless.
         spec.grid = Grid::Beta;

@@ -1,7 +1,8 @@
 //! The number stored beside a vector's codes: which of four rules it follows, and in which of two formats.
 //!
 //! A scale code is 16 bits: IEEE half bits, or in the low byte eight bits of log2 with 13 steps an octave. In the log form
-//! 0 is zero, 255 is NaN and 1..=254 run from 2^-10 to 2^9.46; rounding adds (ln 2 / 13)^2 / 12 = 2.4e-4 to the relative MSE.
+//! 0 is zero, 255 is NaN and 1..=254 run from 2^-10 to 2^9.46; rounding adds (ln 2 / 13)^2 / 12 = 2.4e-4 to the relative MSE where
+//! the codes do not take it up.
 
 use crate::spec::{ScaleFormat, ScaleRule};
 use half::f16;
@@ -33,6 +34,17 @@ impl ScaleRule {
     #[inline(always)]
     pub fn needs_cc(self) -> bool {
         matches!(self, ScaleRule::Matched | ScaleRule::LeastSquares)
+    }
+
+    /// The usual scale of a vector of |y|^2 on a grid of centroids with this relative MSE, which shrinks vectors by as much.
+    #[inline(always)]
+    pub fn expected(self, yy: f32, mse: f32, dim: usize) -> f32 {
+        let plain = (yy / dim as f32).sqrt();
+        match self {
+            ScaleRule::Plain | ScaleRule::LeastSquares => plain,
+            ScaleRule::Matched => plain / (1.0 - mse).sqrt(),
+            ScaleRule::Unbiased => plain / (1.0 - mse),
+        }
     }
 
     /// The scale s for which `s c` stands for the rotated vector y, from |y|^2, <c, y> and |c|^2 over `dim` coordinates.
@@ -71,6 +83,20 @@ impl ScaleFormat {
         match self {
             ScaleFormat::F16 => f16::from_bits(code).to_f32(),
             ScaleFormat::Log8 => LOG_VALUES[usize::from(code & 255)],
+        }
+    }
+
+    /// What unit-variance coordinates are multiplied by before they go on a grid, so that the scale that is `expected` of them becomes
+    /// one that a code stands for: the codes take up most of the rounding of the scale.
+    #[inline(always)]
+    pub fn snap(self, expected: f32) -> f32 {
+        match self {
+            ScaleFormat::F16 => 1.0,
+            ScaleFormat::Log8 => {
+                let snap = expected / self.value(self.code(expected));
+                // Beyond the ends of the form nothing is near.
+                if (0.97..1.03).contains(&snap) { snap } else { 1.0 }
+            }
         }
     }
 

@@ -112,8 +112,10 @@ pub struct CodecSpec {
     pub head_dim: usize,
     /// Bits of a code, 1 to 8.
     pub bits: u8,
-    /// Channels that get one bit more, by energy: 2.5 bits is `bits` = 2 with half of the channels here.
+    /// Channels that get `lead` bits more, by energy: 2.5 bits is `bits` = 2 with half of the channels here and a lead of 1.
     pub outliers: u16,
+    /// Bits that outliers get more, 1 or more; 1 if there are none.
+    pub lead: u8,
     /// Whether keys are multiplied by a diagonal gain first (2.5 of the calibration tables of a sequence).
     pub equalised: bool,
     /// Rotation.
@@ -137,6 +139,7 @@ impl CodecSpec {
             head_dim,
             bits,
             outliers: 0,
+            lead: 1,
             equalised: false,
             rotation: RotationKind::Hadamard,
             grid,
@@ -161,7 +164,8 @@ impl CodecSpec {
             Residual::None => 0.0,
             Residual::Qjl { projections, rounds } => f32::from(projections) * f32::from(rounds),
         };
-        f32::from(self.bits) + (f32::from(self.outliers) + signs) / self.head_dim as f32
+        let more = f32::from(self.outliers) * f32::from(self.lead);
+        f32::from(self.bits) + (more + signs) / self.head_dim as f32
     }
 
     /// Checks the fields on their own and together.
@@ -178,11 +182,13 @@ impl CodecSpec {
             return no("bits", self.bits.to_string(), "1 to 8 are supported".into());
         }
         let outliers = self.outliers as usize;
-        if outliers > 0 && (outliers >= d || outliers % 8 != 0 || self.bits == 8) {
+        let most = self.bits.saturating_add(if outliers > 0 { self.lead } else { 0 });
+        let led = if outliers > 0 { self.lead > 0 && most <= 8 } else { self.lead == 1 };
+        if outliers > 0 && (outliers >= d || outliers % 8 != 0) || !led {
             return no(
                 "outliers",
-                outliers.to_string(),
-                format!("a multiple of 8 below {d}, at most 7 bits"),
+                format!("{outliers}x{}", self.lead),
+                format!("a multiple of 8 below {d}, with at most 8 bits"),
             );
         }
         if let Residual::Qjl { projections, rounds } = self.residual
@@ -218,7 +224,6 @@ impl CodecSpec {
                 }
             }
             Grid::Trellis { states } => {
-                let most = self.bits + u8::from(outliers > 0);
                 if !matches!(states, 8 | 10) || most > 4 || d < 32 {
                     return no(
                         "grid",
@@ -258,7 +263,8 @@ mod tests {
                             let base = CodecSpec::new(128, 3, grid);
                             let spec =
                                 CodecSpec { rotation, scale, residual, outliers, format, seed: 9, ..base };
-                            let spec = CodecSpec { equalised: outliers > 0, ..spec };
+                            let lead = 1 + u8::from(outliers > 0 && scale == ScaleRule::Plain);
+                            let spec = CodecSpec { equalised: outliers > 0, lead, ..spec };
                             if spec.validate().is_ok() {
                                 assert_eq!(spec.to_string().parse::<CodecSpec>().unwrap(), spec);
                                 seen += 1;
@@ -280,6 +286,9 @@ mod tests {
             ("b0", "bits"),
             ("b9", "bits"),
             ("b2+128", "outliers"),
+            ("b2+64x0", "outliers"),
+            ("b7+64x2", "outliers"),
+            ("b3+64x2:trellis8", "grid"),
             ("qjl31x1", "residual"),
             ("d80:affine32", "group"),
             ("d96:affine64", "group"),

@@ -228,16 +228,38 @@ fn residual_signs_lose_to_a_better_grid_so_they_are_off_by_default() {
     }
 }
 
-#[test]
-fn a_scale_in_eight_bits_costs_what_is_said() {
-    // 13 steps an octave are (ln 2 / 13)^2 / 12 = 2.4e-4, over norms that fill the steps evenly.
+/// Rows of 64 channels whose norms fill the steps of a log scale evenly.
+fn loud_and_quiet() -> Tensor {
     let mut x = gauss(&[1, 1, 4096, 64], 9).to_f32().unwrap();
     let mut rng = Rng::new(1, 2);
     for row in x.chunks_exact_mut(64) {
         let size = (6.0 * rng.uniform() - 3.0).exp2() as f32;
         row.iter_mut().for_each(|x| *x *= size);
     }
-    let x = Tensor::new(&[1, 1, 4096, 64], x).unwrap();
+    Tensor::new(&[1, 1, 4096, 64], x).unwrap()
+}
+
+#[test]
+fn trellis_codes_take_up_the_rounding_of_the_scale() {
+    // A rounded scale is off by ln 2 / 13 / sqrt(12) = .0154 (root mean square), and so would be the norms of keys.
+    let x = loud_and_quiet();
+    let flat = x.to_f32().unwrap();
+    let norm = |row: &[f32]| row.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
+    let off = |grid| {
+        let spec = CodecSpec { format: ScaleFormat::Log8, ..CodecSpec::new(64, 4, grid) };
+        let y = through(spec, &x);
+        let rows = flat.chunks_exact(64).zip(y.chunks_exact(64));
+        (rows.map(|(x, y)| (norm(y) / norm(x) - 1.0).powi(2)).sum::<f64>() / 4096.0).sqrt()
+    };
+    near(off(Grid::Beta), 0.0154, 0.05, "norms on a scalar grid");
+    // What is left is the spread of the norms of codes.
+    near(off(Grid::Trellis { states: 8 }), 0.009, 0.2, "norms on a trellis");
+}
+
+#[test]
+fn a_scale_in_eight_bits_costs_what_is_said() {
+    // 13 steps an octave are (ln 2 / 13)^2 / 12 = 2.4e-4, over norms that fill the steps evenly.
+    let x = loud_and_quiet();
     let flat = x.to_f32().unwrap();
     let added = |bits| {
         let spec = |format| CodecSpec {

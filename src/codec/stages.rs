@@ -55,7 +55,11 @@ impl Codec {
                 y.fill(0.0);
                 continue;
             }
-            let inverse = (band.dim as f32 / yy).sqrt();
+            let rule = self.spec.scale;
+            let mut inverse = (band.dim as f32 / yy).sqrt();
+            if let BandGrid::Trellis(trellis) = &band.grid {
+                inverse *= self.spec.format.snap(rule.expected(yy, trellis.mse(), band.dim));
+            }
             for (u, y) in spare.iter_mut().zip(y.iter()) {
                 *u = y * inverse;
             }
@@ -67,7 +71,6 @@ impl Codec {
                 BandGrid::Trellis(trellis) => trellis.encode(spare, words, search),
                 BandGrid::Affine => {}
             }
-            let rule = self.spec.scale;
             if rule != ScaleRule::Plain || self.qjl.is_some() {
                 band.grid.unpack(words, c, codes, band.bits);
             }

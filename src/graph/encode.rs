@@ -1,11 +1,12 @@
 //! Packing as MLX graphs: every band rotated, scaled, put on its grid and packed; then the residual, round by round.
 
 use super::stages::{dot, finite, num, pack, scale_of, store_scale, with_last};
-use super::tables::BandTables;
+use super::tables::{BandTables, Tables};
 use super::{Graph, fused, join, trellis, unsupported};
 use crate::codec::{BandGrid, Codec};
 use crate::error::Result;
 use crate::mlx_ops::slice;
+use crate::spec::ScaleFormat;
 use mlx_rs::ops::{self, matmul, select};
 use mlx_rs::{Array, Dtype as MlxDtype};
 
@@ -26,6 +27,7 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
         let zero = Array::from_slice(&[0u32], &[1]);
         let (codes, c) = match &band.grid {
             BandGrid::Trellis(trellis) => {
+                let u = u.multiply(snap(&tables, codec, &yy, trellis.mse(), band.dim)?)?;
                 let codes = select(&good, trellis::search(&u, trellis)?, zero)?;
                 let windows = trellis::windows(&pack(&codes, band.bits)?, trellis, band.dim)?;
                 (codes, levels.take(windows)?)
@@ -58,6 +60,18 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
         }
     }
     Ok((join(words)?, join(scales)?))
+}
+
+/// What coordinates are multiplied by so that the codes take up the rounding of the scale: [`ScaleFormat::snap`].
+fn snap(tables: &Tables, codec: &Codec, yy: &Array, mse: f32, dim: usize) -> Result<Array> {
+    if codec.format() == ScaleFormat::F16 {
+        return Ok(num(1.0));
+    }
+    let one = codec.spec().scale.expected(dim as f32, mse, dim);
+    let expected = yy.divide(num(dim as f32))?.sqrt()?.multiply(num(one))?;
+    let snap = expected.divide(tables.load_scale(&store_scale(&expected, codec.format())?)?)?;
+    let near = snap.ge(num(0.97))?.logical_and(snap.lt(num(1.03))?)?;
+    Ok(select(&near, &snap, num(1.0))?)
 }
 
 /// Codes of unit-variance coordinates on a scalar grid.

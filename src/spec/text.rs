@@ -63,6 +63,9 @@ impl fmt::Display for CodecSpec {
         write!(f, "d{}:b{}", self.head_dim, self.bits)?;
         if self.outliers > 0 {
             write!(f, "+{}", self.outliers)?;
+            if self.lead != 1 {
+                write!(f, "x{}", self.lead)?;
+            }
         }
         if self.equalised {
             f.write_str(":equalised")?;
@@ -121,9 +124,11 @@ impl CodecSpec {
                 } else if let Some((m, r)) = number("qjl").and_then(|n| n.split_once('x')) {
                     self.residual = Residual::Qjl { projections: m.parse().ok()?, rounds: r.parse().ok()? };
                 } else if let Some((b, n)) = number("b").and_then(|n| n.split_once('+')) {
-                    (self.bits, self.outliers) = (b.parse().ok()?, n.parse().ok()?);
+                    let (n, lead) = n.split_once('x').unwrap_or((n, "1"));
+                    (self.bits, self.outliers, self.lead) =
+                        (b.parse().ok()?, n.parse().ok()?, lead.parse().ok()?);
                 } else if let Some(n) = number("b") {
-                    (self.bits, self.outliers) = (n.parse().ok()?, 0);
+                    (self.bits, self.outliers, self.lead) = (n.parse().ok()?, 0, 1);
                 } else {
                     self.head_dim = number("d")?.parse().ok()?;
                 }

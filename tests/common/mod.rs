@@ -56,6 +56,10 @@ pub fn specs(dim: usize) -> Vec<CodecSpec> {
     list.push(CodecSpec { grid: Grid::Trellis { states: 10 }, bits: 2, ..base });
     list.push(CodecSpec { grid: Grid::Fitted, bits: 3, ..base });
     list.push(CodecSpec { bits: 2, outliers: if dim < 64 { 16 } else { 32 }, equalised: true, ..base });
+    if dim >= 64 {
+        let grid = Grid::Trellis { states: 8 };
+        list.push(CodecSpec { bits: 2, outliers: 32, lead: 2, grid, format: ScaleFormat::Log8, ..base });
+    }
     list.push(CodecSpec { bits: 2, residual: Residual::Qjl { projections: 64, rounds: 1 }, ..base });
     list.push(CodecSpec { bits: 1, residual: Residual::Qjl { projections: 32, rounds: 3 }, ..base });
     for group in [32, 64, 128] {
