@@ -65,6 +65,7 @@ impl Model {
             eps: gguf.float("llama.attention.layer_norm_rms_epsilon")?,
             rope_base: gguf.float("llama.rope.freq_base")?,
         };
+        check_rope(&config)?;
         let weight = |name: &str| -> Result<Array> {
             let (shape, values) = gguf.tensor(&format!("{name}.weight"))?;
             Ok(Array::from_slice(&values, &shape.iter().map(|&n| n as i32).collect::<Vec<_>>()))
@@ -104,6 +105,24 @@ impl Model {
         let logits = matmul(states, self.embedding.t())?;
         transforms::eval([&logits])?;
         Ok(logits)
+    }
+}
+
+/// Refuses an MLX whose RoPE turns a token by itself otherwise than in a run of tokens, or a second sequence otherwise than a first:
+/// a defect of old releases that would look like one of the cache.
+fn check_rope(config: &Config) -> Result<()> {
+    let (heads, dim) = (config.kv_heads, config.head_dim);
+    let x: Vec<f32> = (0..2 * heads * 6 * dim).map(|i| (0.37 * i as f32).sin()).collect();
+    let x = Array::from_slice(&x, &[2, heads, 6, dim]);
+    let turn = |x: &Array, position: i32| rope(x, dim, false, config.rope_base, 1.0, position, None);
+    let last = Array::from_slice(&[5u32], &[1]);
+    let one = turn(&x.take_axis(&last, 2)?, 5)?.contiguous()?;
+    let run = turn(&x, 0)?.take_axis(&last, 2)?.contiguous()?;
+    transforms::eval([&one, &run])?;
+    let (one, run): (&[f32], &[f32]) = (one.try_as_slice()?, run.try_as_slice()?);
+    match one.iter().zip(run).all(|(a, b)| (a - b).abs() < 1e-4) {
+        true => Ok(()),
+        false => Err("the RoPE of this MLX turns a token by itself otherwise than in a run of tokens".into()),
     }
 }
 
