@@ -178,15 +178,18 @@ pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
 }
 
 /// Whether sums of up to 64 tokens have an integer form on this machine, for this many bits and channels.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn sums_in_integers(bits: u8, channels: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
-    return level() >= Level::Avx512 && bits == 4 && channels % 64 == 0;
-    #[cfg(not(target_arch = "x86_64"))]
-    return false;
+    if level() >= Level::Avx512 {
+        return bits == 4 && channels % 64 == 0;
+    }
+    false
 }
 
 /// [`accumulate`] of the levels of packed rows in integers, where there is such a form and the weights are finite; else false, and
 /// nothing is done.
+#[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn weighted_levels(
     grid: &Small,
     rows: Picked,
