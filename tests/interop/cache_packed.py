@@ -92,9 +92,10 @@ def against_c_library(side, bits, dim, x):
     value = lambda w: unpack(w).reshape(t, h, dim, bits) @ (1 << np.arange(bits))
     off = np.abs(value(got[..., :width]).astype(int) - value(their_words))
     assert (off > 0).mean() <= 2e-4 and off.max() <= 1, (side, bits, dim, (off > 0).mean(), off.max())
-    assert np.allclose(numbers(got_scales)[0].T, their_scales, rtol=2e-3), "scales"
+    alike = ~off.any(-1)
+    assert np.allclose(numbers(got_scales)[0].T[alike], their_scales[alike], rtol=1e-3), "scales"
     decoded = numbers(ours.decode(got_words, got_scales, centre))[0].transpose(1, 0, 2)
-    assert error(decoded, their_rows) < 2e-3 + 0.05 * (off > 0).any()
+    assert error(decoded[alike], their_rows[alike]) < 1e-3, (side, bits, dim)
     return (float((off > 0).mean()), int(off.max()))
 
 
@@ -159,9 +160,9 @@ def attends(_):
 
 
 def against_c_cache():
-    """Decode steps beside `tmq_cache_attend` with the same recipe."""
-    worst = 0
-    for bits in (2, 4, 8):
+    """Decode steps beside `tmq_cache_attend` with the same recipe. Up to 4 bits that engine takes queries to eight bits."""
+    errors = {}
+    for bits, most in ((8, 1e-3), (6, 1e-3), (4, 0.03)):
         cache, handle = TurboMoqCache(bits, bits, layer=1), ctypes.c_void_p()
         c("tmq_cache_new", cache.recipe.encode(), ctypes.c_size_t(1), ctypes.c_size_t(64), ctypes.c_size_t(64), ctypes.byref(handle))
         for step, tokens in enumerate((700, 1, 1, 130, 1)):
@@ -173,10 +174,10 @@ def against_c_cache():
             want = np.zeros((1, 6, 64), np.float32)
             c("tmq_cache_attend", handle, ctypes.byref(Rows(q)), ctypes.c_float(0.125), ctypes.c_void_p(want.ctypes.data), ctypes.c_size_t(want.size))
             got = numbers(cache.attend(q, k, v, 0.125))[0].transpose(1, 0, 2)
-            worst = max(worst, error(got, want))
+            errors[bits] = max(errors.get(bits, 0), error(got, want))
         library.load().tmq_cache_free(handle)
-    assert worst < 2e-3, worst
-    return worst
+        assert errors[bits] < most, errors
+    return errors[8]
 
 
 def memory(_):
@@ -195,11 +196,11 @@ def memory(_):
                 mx.eval(cache.state)
         reported = sum(cache.nbytes for cache in layers)
         grown = mx.get_active_memory() - before
-        # Constants that all layers share, a hundredth here.
-        assert 0.99 * reported <= grown <= 1.03 * reported, (grown, reported)
+        # Constants that all layers share are a few hundredths of three layers.
+        assert 0.99 * reported <= grown <= 1.05 * reported, (grown, reported)
         assert 3 * floats / grown > ratio, (3 * floats, grown)
-        # A step is given room for scores and one exact window, not for a copy of what is packed.
-        one, q = rows(1, 2, heads, dim), rows(1, 3, 4 * heads, dim)[0]
+        # A step takes room for its scores and for the exact window in f32, not for a copy of what is packed.
+        one, q = rows(1, 2, heads, dim), rows(1, 3, heads, dim)[0]
         most = 0
         for step in range(5):
             mx.reset_peak_memory()
@@ -209,9 +210,10 @@ def memory(_):
                 del k, v
             if step > 0:
                 most = max(most, mx.get_peak_memory() - before - grown)
-        assert most < 0.8 * layers[0].nbytes, (most, layers[0].nbytes)
-        # Many queries of a prompt: scores stay within the budget, and tiles are unpacked one at a time.
-        attention.BUDGET, length = 1 << 20, 256
+        room = 4 * heads * (10 * tokens + 2 * 260 * dim)
+        assert most < room, (most, room)
+        # Many queries of a prompt: they go in runs of a few score matrices of the budget, and tiles are unpacked one at a time.
+        attention.BUDGET, attention.ROWS, length = 4 << 20, 8, 128
         more, q = rows(length, 2, heads, dim), rows(length, 3, 4 * heads, dim)[0]
         mx.eval(more, q)
         active = mx.get_active_memory()
@@ -220,8 +222,8 @@ def memory(_):
         mx.eval(base.scaled_dot_product_attention(q, k, v, cache=layers[0], scale=0.125, mask="causal"))
         del k, v
         peak = mx.get_peak_memory() - active
-        assert peak < 4 * 32 * length * tokens / 4, (peak, "all scores at once are", 4 * 32 * length * tokens)
-        attention.BUDGET = 64 << 20
+        assert peak < 12 * attention.BUDGET, (peak, "all scores at once are", 16 * heads * length * tokens)
+        attention.BUDGET, attention.ROWS = 32 << 20, 64
         print(f"mlx-lm {mlx_lm.__version__}: {bits} bits, {tokens} tokens: active memory {grown} for {reported} reported, fp16 {3 * floats}")
         print(f"  {8 * reported / (3 * floats / 2):.2f} bits a value with room for growth; a step takes {most} more, a prompt's {peak}")
         del layers, cache
@@ -241,24 +243,24 @@ def model(_):
         smollm2_folder.convert(str(gguf), home / "mlx-lm")
     network, tokenizer = load(str(home / "mlx-lm"))
     text = " ".join((root / "README.md").read_text().split())
-    prompt = mx.array(tokenizer.encode(text)[:600])
-    count = 16
+    prompt = mx.array(tokenizer.encode(text)[:320])
+    count = 12
     plain = C.make_prompt_cache(network)
-    run = lambda cache: [(int(t), np.array(p.astype(mx.float32))) for t, p in generate_step(prompt, network, max_tokens=count, prompt_cache=cache, prefill_step_size=256)]
+    run = lambda cache: [(int(t), np.array(p.astype(mx.float32))) for t, p in generate_step(prompt, network, max_tokens=count, prompt_cache=cache, prefill_step_size=160)]
     want = run(plain)
     install()
     calls = []
     counted = TurboMoqCache.attend
     TurboMoqCache.attend = lambda *a, **k: calls.append(counted(*a, **k)) or calls[-1]
     for bits, kl_most, alike in ((8, 1e-3, count), (4, 0.05, 1)):
-        cache = make_turbomoq_cache(network, key_bits=bits, value_bits=bits)
+        cache = make_turbomoq_cache(network, key_bits=bits, value_bits=bits, window=32)
         got = run(cache)
         n = next((i for i, (a, b) in enumerate(zip(got, want)) if a[0] != b[0]), count)
         # Up to the first token that differs both have the same past.
         kl = [float(np.sum(np.exp(b) * (b - a))) for (_, a), (_, b) in zip(got[: n + 1], want)]
         assert n >= alike and np.mean(kl) < kl_most, (bits, n, kl)
-        assert all(c.packed_tokens >= 384 for c in cache)
-        print(f"mlx-lm {mlx_lm.__version__}: SmolLM2, {bits} bits, 600 tokens of prompt: {n} of {count} greedy tokens alike, mean KL {np.mean(kl):.1e}")
+        assert all(c.packed_tokens >= 256 for c in cache)
+        print(f"mlx-lm {mlx_lm.__version__}: SmolLM2, {bits} bits, 320 tokens of prompt: {n} of {count} greedy tokens alike, mean KL {np.mean(kl):.1e}")
     assert sum(out is not None for out in calls) >= 2 * count * len(plain), "attention was on the packed form"
     TurboMoqCache.attend = counted
     uninstall()

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .codec import Codec
 
-BUDGET = 64 << 20
+BUDGET = 32 << 20
 """Bytes of f32 scores that are formed at a time; queries that need more go in runs."""
 TILE = 2048
 """Packed tokens that are unpacked at a time for many rows."""

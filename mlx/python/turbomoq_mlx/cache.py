@@ -204,7 +204,9 @@ class TurboMoqCache:
         keys = view.key.dense(view.packed, DTYPES[self._dtypes[KEY]])
         values = view.value.dense(view.packed, DTYPES[self._dtypes[VALUE]])
         if view.packed:
-            self._fetched = (weakref.ref(keys), weakref.ref(values), view)
+            # What the call sees is kept as long as the model holds what it was given, and no longer.
+            kept = [view]
+            self._fetched = (weakref.ref(keys, lambda _: kept.clear()), weakref.ref(values), kept)
         return keys, values
 
     def attend(
@@ -223,7 +225,7 @@ class TurboMoqCache:
         fetched, self._fetched = self._fetched, None
         if fetched is None or fetched[0]() is not keys or fetched[1]() is not values:
             return None
-        return attend(fetched[2], queries, scale, mask, sinks)
+        return attend(fetched[2][0], queries, scale, mask, sinks)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: Optional[int] = None) -> Mask:
         """The mask of `N` tokens that come next: None, "causal" or an array, as of mlx-lm's own caches."""

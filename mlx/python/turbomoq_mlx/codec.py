@@ -9,6 +9,7 @@ each other's words.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Optional
 
 import mlx.core as mx
@@ -26,12 +27,16 @@ def recipe(key_bits: int, value_bits: int, sinks: int, window: int) -> str:
     return f"{key},{value},centred,sinks={sinks},window={window}"
 
 
-@functools.lru_cache(maxsize=16)
+_constants: dict[float, mx.array] = {}
+
+
 def _filled(value: float, shape: tuple[int, ...]) -> mx.array:
-    """A constant that the layers of a model share."""
-    array = mx.full(shape, value, dtype=mx.float32)
-    mx.eval(array)
-    return array
+    """A constant, cut from one buffer a value that all layers share."""
+    size = math.prod(shape)
+    if value not in _constants or _constants[value].size < size:
+        _constants[value] = mx.full((size,), value, dtype=mx.float32)
+        mx.eval(_constants[value])
+    return _constants[value][:size].reshape(shape)
 
 
 @functools.lru_cache(maxsize=None)
