@@ -122,8 +122,8 @@ def attends(_):
     install(), install()
     assert base.scaled_dot_product_attention is not STOCK and llama.scaled_dot_product_attention is base.scaled_dot_product_attention
     rng = np.random.default_rng(3)
-    for budget, tile in ((attention.BUDGET, attention.TILE), (200_000, 128)):
-        attention.BUDGET, attention.TILE = budget, tile
+    for budget in (200_000, attention.BUDGET):
+        attention.BUDGET = budget
         for before, new, heads, query_heads, dim, kind, options in attention_cases():
             batch = options.pop("batch", 1)
             for logits in (None, mx.array(rng.standard_normal(query_heads).astype(np.float32))):
@@ -216,8 +216,8 @@ def memory(_):
                 most = max(most, mx.get_peak_memory() - before - grown)
         room = 4 * heads * (10 * tokens + 2 * 260 * dim)
         assert most < room, (most, room)
-        # Many queries of a prompt: they go in runs of a few score matrices of the budget, and tiles are unpacked one at a time.
-        attention.BUDGET, attention.ROWS, length = 4 << 20, 8, 128
+        # Many queries of a prompt: they go in runs of a few score matrices of the budget.
+        attention.BUDGET, length = 4 << 20, 128
         more, q = rows(length, 2, heads, dim), rows(length, 3, 4 * heads, dim)[0]
         mx.eval(more, q)
         active = mx.get_active_memory()
@@ -227,7 +227,7 @@ def memory(_):
         del k, v
         peak = mx.get_peak_memory() - active
         assert peak < 12 * attention.BUDGET, (peak, "all scores at once are", 16 * heads * length * tokens)
-        attention.BUDGET, attention.ROWS = 32 << 20, 64
+        attention.BUDGET = 32 << 20
         print(f"mlx-lm {mlx_lm.__version__}: {bits} bits, {tokens} tokens: active memory {grown} for {reported} reported, fp16 {3 * floats}")
         print(f"  {8 * reported / (3 * floats / 2):.2f} bits a value with room for growth; a step takes {most} more, a prompt's {peak}")
         del layers, cache

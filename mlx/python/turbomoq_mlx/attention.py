@@ -1,7 +1,7 @@
 """Attention over exact and packed tokens: scores of every part, one f32 softmax over all, one rotation of what was packed.
 
-The query heads that share a KV head are folded into the rows of one product, (B, Hkv, rep L, D). Where few rows meet the packed
-tokens, as in a decode step, MLX's quantized kernel reads the words as they are; many rows unpack them tile by tile.
+The query heads that share a KV head are folded into the rows of one product, (B, Hkv, rep L, D). MLX's quantized kernels read the
+words as they are, for one query and for many.
 """
 
 from __future__ import annotations
@@ -16,11 +16,6 @@ from .codec import Codec
 
 BUDGET = 32 << 20
 """Bytes of f32 scores that are formed at a time; queries that need more go in runs."""
-TILE = 2048
-"""Packed tokens that are unpacked at a time for many rows."""
-ROWS = 64
-"""Rows from which tiles are unpacked."""
-
 
 @dataclass
 class Side:
@@ -52,16 +47,14 @@ class View:
     value: Side
     packed: int
 
-    def spans(self, tiled: bool) -> list[tuple[str, int, int]]:
+    def spans(self) -> list[tuple[str, int, int]]:
         """The parts in token order: their kind and their tokens."""
-        sinks = 0 if self.key.sinks is None else self.key.sinks.shape[2]
-        step = TILE if tiled else max(self.packed, 1)
-        starts = range(0, self.packed, step)
-        spans = [("sinks", 0, sinks)] if sinks else []
-        spans += [("packed", sinks + s, sinks + min(s + step, self.packed)) for s in starts]
-        end = sinks + self.packed
-        if self.key.tail is not None:
-            spans.append(("tail", end, end + self.key.tail.shape[2]))
+        rows = lambda a: 0 if a is None else a.shape[2]
+        spans, start = [], 0
+        for kind, count in (("sinks", rows(self.key.sinks)), ("packed", self.packed), ("tail", rows(self.key.tail))):
+            if count:
+                spans.append((kind, start, start + count))
+            start += count
         return spans
 
 
@@ -75,15 +68,15 @@ def attend(view: View, queries: mx.array, scale: float, mask: Mask, logits: Opti
     head, without a value. A query that sees nothing gives zeros.
     """
     batch, heads, length, _ = queries.shape
-    tokens = view.spans(False)[-1][2]
+    tokens = view.spans()[-1][2]
     run = max(1, BUDGET // (4 * batch * heads * tokens))
     outs: list[mx.array] = []
     for first in range(0, length, run):
         last = min(first + run, length)
         part = queries[:, :, first:last]
         if outs:
-            # One run after the other, so that their scores are not there at the same time.
-            part = mx.depends([part], [outs[-1]])[0]
+            # MLX runs ahead of what is computed: without this the scores of many runs are there at the same time.
+            mx.eval(outs[-1])
         rows = mask
         if isinstance(mask, mx.array) and mask.shape[-2] > 1:
             rows = mask[..., first:last, :]
@@ -101,18 +94,14 @@ def _attend_run(
     kv_heads = exact.shape[1] if exact is not None else key.words.shape[1]
     rows = heads // kv_heads * length
     q = (queries.astype(mx.float32) * scale).reshape(batch, kv_heads, rows, dim)
-    tiled = rows >= ROWS
-    spans = view.spans(tiled)
+    spans = view.spans()
     if view.packed:
         rotated = key.codec.rotate(q)
         bias = (q * key.centre).sum(-1, keepdims=True)
-    first = 0 if key.sinks is None else key.sinks.shape[2]
 
     def scores(kind: str, start: int, end: int) -> mx.array:
         if kind != "packed":
             return q @ getattr(key, kind).astype(mx.float32).swapaxes(-1, -2)
-        if tiled:
-            return rotated @ _tile(key, start - first, end - first).swapaxes(-1, -2) + bias
         return key.codec.scores(rotated, key.words, key.scales, end - start) + bias
 
     shape = (batch, heads, length, -1)
@@ -126,23 +115,15 @@ def _attend_run(
     total: Any = sum(w.sum(-1, keepdims=True) for w in weights)
     if logits is not None:
         total = total + mx.exp(logits - top)
-    plain: Any = 0
-    packed: Any = 0
+    out: Any = 0
     for (kind, start, end), w in zip(spans, weights):
         w = w.reshape(batch, kv_heads, rows, end - start)
-        if kind != "packed":
-            plain = plain + w @ getattr(value, kind).astype(mx.float32)
-        elif tiled:
-            packed = packed + w @ _tile(value, start - first, end - first)
+        if kind == "packed":
+            out = out + value.codec.unrotate(value.codec.weighted_sum(w, value.words, value.scales))
         else:
-            packed = packed + value.codec.weighted_sum(w, value.words, value.scales)
-    out = plain + value.codec.unrotate(packed) if view.packed else plain
+            out = out + w @ getattr(value, kind).astype(mx.float32)
     out = out.reshape(batch, heads, length, out.shape[-1]) / mx.where(total == 0, 1.0, total)
     return out.astype(queries.dtype)
-
-
-def _tile(side: Side, start: int, end: int) -> mx.array:
-    return side.codec.levels(side.words[:, :, start:end], side.scales[:, :, start:end])
 
 
 def _masked(scores: mx.array, mask: Mask, span: tuple[str, int, int], position: int) -> mx.array:
