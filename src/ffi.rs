@@ -10,11 +10,13 @@ mod cache;
 mod codes;
 mod heads;
 mod rows;
+mod tables;
 
 pub use cache::*;
 pub use codes::*;
 pub use heads::*;
 pub use rows::*;
+pub use tables::*;
 
 use crate::error::Error;
 use std::cell::RefCell;
@@ -22,7 +24,7 @@ use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 /// Version of the API: rises when something is added, and nothing is taken away.
-pub const TMQ_VERSION: u32 = 1;
+pub const TMQ_VERSION: u32 = 2;
 
 /// How a call ended. Numbers never change.
 #[repr(C)]
@@ -146,18 +148,18 @@ unsafe fn free<T>(handle: *mut T) {
     }
 }
 
-/// The floats of the caller that a result goes to, exactly as many as there are.
+/// The numbers of the caller that a result goes to, exactly as many as there are.
 ///
 /// # Safety
-/// `out` is null or points to `len` floats that nobody else uses during the call.
-unsafe fn write(out: *mut f32, len: usize, values: &[f32]) -> Outcome {
+/// `out` is null or points to `len` numbers that nobody else uses during the call.
+unsafe fn write<T: Copy>(out: *mut T, len: usize, values: &[T]) -> Outcome {
     if out.is_null() {
         return Err(null("out"));
     }
     if len != values.len() {
-        return Err(Failure(TMQ_SHAPE, format!("out has {len} floats, the result has {}", values.len())));
+        return Err(Failure(TMQ_SHAPE, format!("out has {len} numbers, the result has {}", values.len())));
     }
-    // SAFETY: not null, `len` floats long as the caller of the C function vouches, and ours for the call.
+    // SAFETY: not null, `len` numbers long as the caller of the C function vouches, and ours for the call.
     unsafe { std::slice::from_raw_parts_mut(out, len) }.copy_from_slice(values);
     Ok(())
 }

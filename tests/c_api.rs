@@ -1,8 +1,11 @@
 //! The C API: the header is what the code says, the sample in C gives what the Rust engine gives, and bad calls end in a status.
 
+mod common;
+
+use common::capi::{SHARED, build, run};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Command;
 use std::ptr::{null, null_mut};
 use turbomoq::Tensor;
 use turbomoq::attention::Rules;
@@ -19,16 +22,11 @@ fn header_is_what_the_code_says() {
     run(Command::new("python3").arg(root().join("mlx/capi/header.py")).arg("--check"));
 }
 
-/// Builds the libraries beside this test and the sample with them; gives the sample linked to the static and to the shared one.
+/// Builds the libraries and the sample with them; gives the sample linked to the static and to the shared one.
 #[cfg(unix)]
 fn samples(out: &Path) -> [PathBuf; 2] {
-    let exe = std::env::current_exe().unwrap();
-    let target = exe.ancestors().nth(3).unwrap();
-    let build = ["build", "--release", "-p", "turbomoq-c", "--target-dir"];
-    run(Command::new(env!("CARGO")).current_dir(root()).args(build).arg(target));
-    let built = target.join("release");
-    let shared = if cfg!(target_os = "macos") { "libturbomoq_c.dylib" } else { "libturbomoq_c.so" };
-    ["libturbomoq_c.a", shared].map(|library| {
+    let built = build();
+    ["libturbomoq_c.a", SHARED].map(|library| {
         let sample = out.join(library);
         let mut cc = Command::new("cc");
         cc.args(["-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-g", "-I"])
@@ -38,13 +36,6 @@ fn samples(out: &Path) -> [PathBuf; 2] {
         run(cc.args(["-lm", "-lpthread", "-ldl"]));
         sample
     })
-}
-
-fn run(command: &mut Command) -> Output {
-    let output = command.output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{command:?}\n{}{}", text(&output.stdout), text(&output.stderr));
-    output
 }
 
 /// What the sample prints, from the Rust engine.
@@ -99,6 +90,64 @@ fn the_sample_gives_what_the_engine_gives() {
             run(checked.env("RAYON_NUM_THREADS", "1").args(valgrind).arg(&samples[0]));
         }
         Err(_) => eprintln!("NOT RUN: the sample under valgrind, which is not installed"),
+    }
+}
+
+#[test]
+fn a_second_executor_finds_its_tables() {
+    use tmq_status::*;
+    let data: Vec<f32> = (0..3 * 2 * 96).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
+    let rows = tmq_rows {
+        struct_size: size_of::<tmq_rows>(),
+        data: data.as_ptr().cast(),
+        dtype: TMQ_F32,
+        heads: 2,
+        tokens: 3,
+        head_dim: 96,
+        token_stride: 192,
+        head_stride: 96,
+    };
+    // SAFETY: every pointer is null or to something of this function that lives long enough.
+    unsafe {
+        for (spec, scales) in
+            [(c"d96:b3:hadamard:uniform:matched:f16", 1), (c"d96:b3:hadamard:uniform:log8", 1)]
+        {
+            let (mut codec, mut codes) = (null_mut(), null_mut());
+            assert_eq!(tmq_codec_new(spec.as_ptr(), &mut codec), TMQ_OK, "{}", last());
+            assert_eq!(tmq_encode(codec, &rows, 0, &mut codes), TMQ_OK, "{}", last());
+            let (mut rotation, mut levels) = (vec![0f32; 96 * 96], [0f32; 8]);
+            let (mut words, mut factors, mut dense) =
+                ([0u32; 3 * 2 * 9], vec![0f32; 3 * 2 * scales], [0f32; 576]);
+            assert_eq!(tmq_codec_rotation(codec, rotation.as_mut_ptr(), 96 * 96), TMQ_OK);
+            assert_eq!(tmq_codec_rotation(codec, rotation.as_mut_ptr(), 96), TMQ_SHAPE);
+            assert_eq!(tmq_codec_levels(codec, levels.as_mut_ptr(), 8), TMQ_OK);
+            assert_eq!(tmq_codec_levels(codec, levels.as_mut_ptr(), 16), TMQ_SHAPE);
+            assert_eq!(tmq_codec_levels(null(), levels.as_mut_ptr(), 8), TMQ_NULL_POINTER);
+            assert_eq!(tmq_codes_words(codes, words.as_mut_ptr(), words.len()), TMQ_OK);
+            assert_eq!(tmq_codes_words(codes, null_mut(), words.len()), TMQ_NULL_POINTER);
+            assert_eq!(tmq_codes_scales(codes, factors.as_mut_ptr(), factors.len()), TMQ_OK);
+            assert_eq!(tmq_codes_scales(codes, factors.as_mut_ptr(), 0), TMQ_SHAPE);
+            assert_eq!(tmq_decode(codes, dense.as_mut_ptr(), dense.len()), TMQ_OK);
+            // What the tables say is what decoding gives.
+            for (row, dense) in dense.chunks(96).enumerate() {
+                let stream = &words[9 * row..][..9];
+                let c = |i: usize| levels[usize::from(turbomoq::bits::code_at(stream, 3, i))];
+                for (j, x) in dense.iter().enumerate() {
+                    let sum: f32 = (0..96).map(|i| rotation[96 * i + j] * c(i)).sum();
+                    assert!((factors[row] * sum - x).abs() < 1e-5, "row {row}, channel {j}");
+                }
+            }
+            tmq_codes_free(codes);
+            tmq_codec_free(codec);
+        }
+        let mut codec = null_mut();
+        for spec in [c"d64:b3:hadamard:trellis8", c"d64:b3+32:hadamard:lloyd", c"d64:b3:affine32"] {
+            assert_eq!(tmq_codec_new(spec.as_ptr(), &mut codec), TMQ_OK, "{}", last());
+            let mut levels = [7f32; 16];
+            assert_eq!(tmq_codec_levels(codec, levels.as_mut_ptr(), 8), TMQ_UNSUPPORTED, "{spec:?}");
+            assert!(levels.iter().all(|x| *x == 7.0));
+            tmq_codec_free(codec);
+        }
     }
 }
 

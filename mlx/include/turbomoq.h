@@ -14,7 +14,7 @@ extern "C" {
 #endif
 
 /* Version of the API: rises when something is added, and nothing is taken away. */
-#define TMQ_VERSION 1
+#define TMQ_VERSION 2
 
 /* Elements are 32-bit floats. */
 #define TMQ_F32 0
@@ -151,6 +151,21 @@ tmq_status tmq_scores(const tmq_codes *codes, const tmq_rows *queries, float *ou
 /* Sums of packed values with weights by query head, query token and value token: floats by query token, query head and channel.
  * Here weights holds query_heads * query_tokens * tokens floats. */
 tmq_status tmq_weighted_sum(const tmq_codes *codes, const float *weights, size_t query_heads, size_t query_tokens, float *out, size_t len);
+
+/* The rotation of a codec: a vector x becomes y with y_i = sum over j of out[i * head_dim + j] * x_j; len must be
+ * head_dim * head_dim. A Hadamard rotation of a power of two has the signs that it begins with in its first row. */
+tmq_status tmq_codec_rotation(const tmq_codec *codec, float *out, size_t len);
+
+/* What the codes of a codec stand for, ascending, before the scale of a vector; len must be 2 to the power of its bits.
+ * TMQ_UNSUPPORTED for a codec without such a table: trellis and affine codes, channels of two widths. */
+tmq_status tmq_codec_levels(const tmq_codec *codec, float *out, size_t len);
+
+/* The words of packed vectors by token and head, one bit stream a vector with the lowest bits first; len must be
+ * tokens * heads * words of a vector. */
+tmq_status tmq_codes_words(const tmq_codes *codes, uint32_t *out, size_t len);
+
+/* The scales of packed vectors by token and head, as floats; len must be tokens * heads * scales of a vector. */
+tmq_status tmq_codes_scales(const tmq_codes *codes, float *out, size_t len);
 
 /* An empty cache for a layer by a recipe, for example best@3,sinks=4,window=128. */
 tmq_status tmq_cache_new(const char *recipe, size_t layer, size_t key_dim, size_t value_dim, tmq_cache **out);

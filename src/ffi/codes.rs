@@ -16,10 +16,10 @@ use std::ffi::c_char;
 use std::sync::Arc;
 
 /// A codec with its tables.
-pub struct tmq_codec(Arc<Codec>);
+pub struct tmq_codec(pub(super) Arc<Codec>);
 
 /// Packed vectors of one layer and side, with their codec and tables.
-pub struct tmq_codes(Codes<Tensor>);
+pub struct tmq_codes(pub(super) Codes<Tensor>);
 
 /// Sizes of a codec.
 #[repr(C)]

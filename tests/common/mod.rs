@@ -2,6 +2,7 @@
 #![allow(dead_code)] // each test binary uses its own part
 
 pub mod attention;
+pub mod capi;
 pub mod python;
 #[cfg(unix)]
 pub mod server;

@@ -1,5 +1,6 @@
 //! The interpreters of both releases of mlx-lm, and scripts of tests/interop run by them.
 
+use super::capi::run;
 use std::ffi::OsStr;
 use std::io::Write;
 use std::path::{Path, PathBuf};
@@ -26,9 +27,13 @@ pub fn pythons() -> Option<Vec<(PathBuf, Layout)>> {
 
 /// Runs a script, which must succeed.
 pub fn check(python: &Path, script: &str, args: &[&dyn AsRef<OsStr>]) {
+    check_with(python, script, args, &[]);
+}
+
+/// As [`check`], with variables of the environment.
+pub fn check_with(python: &Path, script: &str, args: &[&dyn AsRef<OsStr>], variables: &[(&str, &Path)]) {
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/interop").join(script);
-    let output = Command::new(python).arg(script).args(args).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
-    print!("{}", text(&output.stdout));
+    let mut command = Command::new(python);
+    command.arg(script).args(args).envs(variables.iter().copied());
+    print!("{}", String::from_utf8_lossy(&run(&mut command).stdout));
 }

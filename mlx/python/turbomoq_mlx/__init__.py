@@ -1,4 +1,10 @@
-"""Prompt caches of mlx-lm, parked in a turbomoq server: many agents, one memory.
+"""mlx-lm with turbomoq: prompt caches that are packed while a model decodes, and parked in a server between turns.
+
+    from turbomoq_mlx import install, make_turbomoq_cache
+
+    install()                                         # models attend on the packed form
+    cache = make_turbomoq_cache(model)                # 4 bits a value; key_bits=..., value_bits=..., sinks=..., window=...
+    generate(model, tokenizer, prompt, prompt_cache=cache)
 
     from turbomoq_mlx import Pool
 
@@ -7,6 +13,21 @@
         generate(model, tokenizer, prompt, prompt_cache=cache)
 """
 
+from .cache import TurboMoqCache, convert, make_turbomoq_cache
+from .library import LibraryNotFound, Unsupported
+from .patch import install, uninstall
 from .pool import Parked, Pool, PoolError, default_folder
 
-__all__ = ["Parked", "Pool", "PoolError", "default_folder"]
+__all__ = [
+    "LibraryNotFound",
+    "Parked",
+    "Pool",
+    "PoolError",
+    "TurboMoqCache",
+    "Unsupported",
+    "convert",
+    "default_folder",
+    "install",
+    "make_turbomoq_cache",
+    "uninstall",
+]

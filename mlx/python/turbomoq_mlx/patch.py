@@ -1,0 +1,60 @@
+"""Attention of mlx-lm's models on the packed form.
+
+Models import `scaled_dot_product_attention` by value, so it is replaced in `mlx_lm.models.base`, from where models that are loaded
+later take it, and in every model that is loaded.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any, Callable, Optional
+
+import mlx.core as mx
+from mlx_lm.models import base
+
+from .cache import TurboMoqCache
+
+NAME = "scaled_dot_product_attention"
+
+
+def _replace(old: Callable, new: Callable) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.startswith("mlx_lm.models.") and getattr(module, NAME, None) is old:
+            setattr(module, NAME, new)
+
+
+def install() -> None:
+    """Lets mlx-lm's models attend on the packed form of a `TurboMoqCache`. Other caches go to mlx-lm's own attention as before.
+
+    Without it a packed cache works as well, but every step unpacks it as a whole. Calling it again does nothing.
+    """
+    stock = base.scaled_dot_product_attention
+    if hasattr(stock, "turbomoq_stock"):
+        return
+
+    @functools.wraps(stock)
+    def attention(
+        queries: mx.array,
+        keys: Any,
+        values: Any,
+        cache: Any,
+        scale: float,
+        mask: Any = None,
+        sinks: Optional[mx.array] = None,
+    ) -> mx.array:
+        if isinstance(cache, TurboMoqCache):
+            out = cache.attend(queries, keys, values, scale, mask, sinks)
+            if out is not None:
+                return out
+        return stock(queries, keys, values, cache, scale, mask, sinks)
+
+    attention.turbomoq_stock = stock
+    _replace(stock, attention)
+
+
+def uninstall() -> None:
+    """Undoes `install`."""
+    ours = base.scaled_dot_product_attention
+    if stock := getattr(ours, "turbomoq_stock", None):
+        _replace(ours, stock)

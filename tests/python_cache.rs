@@ -1,0 +1,51 @@
+//! `TurboMoqCache` of mlx/python/turbomoq_mlx with the real mlx-lm 0.31.3 and 0.32.2 (tests/interop/cache_contract.py).
+//!
+//! Needs the virtual environments that mlx/setup.sh makes, as tests/python_pool.rs does; the model's part needs
+//! examples/smollm2/setup.sh too.
+#![cfg(unix)]
+
+mod common;
+
+use common::capi::{SHARED, build};
+use common::python::{check_with, pythons};
+
+fn each(parts: &[&str]) {
+    let Some(pythons) = pythons() else { return };
+    let library = build().join(SHARED);
+    for (python, _) in pythons {
+        let folder = tempfile::tempdir().unwrap();
+        for part in parts {
+            check_with(
+                &python,
+                "cache_contract.py",
+                &[part, &folder.path()],
+                &[("TURBOMOQ_LIBRARY", &library)],
+            );
+        }
+    }
+}
+
+#[test]
+fn mlx_lms_own_caches_and_ours_keep_one_contract() {
+    each(&["contract", "again"]);
+}
+
+#[test]
+fn packed_words_are_those_of_the_c_library() {
+    each(&["words"]);
+}
+
+#[test]
+fn attention_on_the_packed_form_is_that_on_the_fetched_arrays() {
+    each(&["attends"]);
+}
+
+#[test]
+fn active_memory_is_what_the_cache_reports() {
+    each(&["memory"]);
+}
+
+#[test]
+fn a_model_says_the_same_on_a_packed_cache() {
+    each(&["model"]);
+}
