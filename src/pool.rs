@@ -11,6 +11,7 @@ mod table;
 
 pub use facts::{Agent, Label, Outcome, Spill, Stats};
 pub use parcel::Pooled;
+pub(crate) use parcel::body_bytes;
 
 use crate::error::{EVICTED, Error, Result};
 use parcel::Parcel;
