@@ -29,6 +29,7 @@ type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Resu
 /// block, so no two agents have an equal block, which the pool would keep once.
 const SHIFT: usize = 37;
 
+/// Sizes of the run.
 #[derive(Parser)]
 pub struct Arguments {
     /// Agents
@@ -122,8 +123,8 @@ fn print_of(archive: &Archive) -> u64 {
             put(side.tail.as_ref());
             if let Some(codes) = &side.body {
                 let frame = codes.frame();
-                [Some(codes.words()), Some(codes.scales())].map(&mut put);
-                [&frame.centre, &frame.gain, &frame.order].map(|t| put(t.as_ref()));
+                [Some(codes.words()), Some(codes.scales())].into_iter().for_each(&mut put);
+                [&frame.centre, &frame.gain, &frame.order].into_iter().for_each(|t| put(t.as_ref()));
             }
         }
     }
