@@ -5,8 +5,10 @@
 //! order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
 
 mod manifest;
+mod parked;
 mod spill;
 
+pub use parked::{parked_bytes, parked_model_bytes, plan_within};
 pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};

@@ -43,7 +43,8 @@ pub trait Engine {
         queries: Option<&Self::Tensor>,
     ) -> Result<Frame<Self::Tensor>>;
 
-    /// Packs vectors [B, H, T, D].
+    /// Packs vectors [B, H, T, D]. They are in the basis of the model, as everywhere: a codec turns them itself, decoded vectors and
+    /// sums come back turned back, and no call takes rotated rows.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if `x` or the frame does not fit the codec, [`Error::Range`] if T is no multiple of

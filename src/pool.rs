@@ -11,6 +11,7 @@ mod table;
 
 pub use facts::{Agent, Label, Outcome, Spill, Stats};
 pub use parcel::Pooled;
+pub(crate) use parcel::body_bytes;
 
 use crate::error::{EVICTED, Error, Result};
 use parcel::Parcel;
@@ -89,7 +90,9 @@ impl<C: Pooled> MemoryPool<C> {
         self.lock().quotas.insert(kind.into(), bytes);
     }
 
-    /// Stores the cache of an allocated agent in place of the one it had.
+    /// Stores the cache of an allocated agent in place of the one it had. If that one was on the disk, the new one is there too when
+    /// this returns; else it is in memory only until it has to leave, or until [`MemoryPool::spill`] or [`MemoryPool::save_all`], and
+    /// a crash before that loses it.
     ///
     /// # Errors
     /// [`Error::NotHeld`] if the agent is not allocated; [`Error::OverBudget`] with the figures if there is no room and none can be
@@ -116,20 +119,47 @@ impl<C: Pooled> MemoryPool<C> {
         self.put(to, &parcel)
     }
 
+    /// An agent whose cache is on the disk keeps one there: the new one is written before the old one goes, so that at no time a crash
+    /// loses both, and none gives back an older cache than the last that was stored.
     fn put(&self, id: &str, parcel: &Arc<Parcel<C>>) -> Result<Outcome> {
+        let written = self.write_through(id, parcel)?;
         let mut stale = None;
         let outcome = self.settle(Some((id, parcel)), None, |table| {
-            let version = table.tick();
+            let version = written.as_ref().map_or_else(|| table.tick(), |(label, _)| label.version);
             table.stats.stores += 1;
             if let Ok(slot) = table.slot(id) {
                 stale = slot.saved.take().map(|_| slot.label(id));
                 slot.version = version;
+                slot.saved = written.as_ref().map(|(_, bytes)| *bytes);
             }
-        })?;
-        if let (Some(spill), Some(label)) = (&self.spill, stale) {
-            spill.remove(&label)?;
+        });
+        let Some(spill) = &self.spill else { return outcome };
+        match (&outcome, stale, &written) {
+            (Ok(_), Some(label), Some(_)) => spill.remove(&label)?,
+            (Ok(_), Some(label), None) => {
+                // It went to the disk in the meantime.
+                self.save(id)?;
+                spill.remove(&label)?;
+            }
+            (Err(_), _, Some((label, _))) => spill.remove(label)?,
+            _ => {}
         }
-        Ok(outcome)
+        outcome
+    }
+
+    /// Writes a cache to the disk that is to replace one there.
+    fn write_through(&self, id: &str, parcel: &Arc<Parcel<C>>) -> Result<Option<(Label, u64)>> {
+        let Some(spill) = &self.spill else { return Ok(None) };
+        let mut table = self.lock();
+        let slot = table.slot(id)?;
+        if slot.saved.is_none() && slot.saving.is_none() {
+            return Ok(None);
+        }
+        let mut label = slot.label(id);
+        label.version = table.tick();
+        drop(table);
+        let bytes = spill.save(&label, &parcel.join()?)?;
+        Ok(Some((label, bytes)))
     }
 
     /// Lets a cache in, or meets a budget, as soon as what must leave is saved. `done` is called in the same critical section.

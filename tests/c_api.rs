@@ -151,6 +151,35 @@ fn a_second_executor_finds_its_tables() {
     }
 }
 
+#[test]
+fn t59_numbers_and_layouts_never_change() {
+    use tmq_status::*;
+    let statuses = [
+        TMQ_OK,
+        TMQ_NULL_POINTER,
+        TMQ_STRUCT_SIZE,
+        TMQ_SHAPE,
+        TMQ_UNSUPPORTED,
+        TMQ_PARSE,
+        TMQ_NON_FINITE,
+        TMQ_RANGE,
+        TMQ_FAILED,
+        TMQ_INTERNAL,
+    ];
+    assert_eq!(statuses.map(|s| s as u32), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
+    assert_eq!([TMQ_F32, TMQ_F16, TMQ_BF16, TMQ_KEY, TMQ_VALUE, TMQ_VERSION], [0, 1, 2, 0, 1, 2]);
+    if cfg!(target_pointer_width = "64") {
+        let sizes = [size_of::<tmq_rows>(), size_of::<tmq_codec_info>(), size_of::<tmq_cache_info>()];
+        assert_eq!(sizes, [64, 40, 32]);
+        assert_eq!(std::mem::offset_of!(tmq_rows, token_stride), 48);
+    }
+    // Codecs have no numbers: a name that this library does not know is refused, whatever it meant elsewhere.
+    let mut codec = null_mut();
+    // SAFETY: a text and a place for a handle.
+    let got = unsafe { tmq_codec_new(c"d64:b4:hadamard:lattice".as_ptr(), &mut codec) };
+    assert!(got == TMQ_PARSE && codec.is_null() && last().contains("lattice"), "{got:?}: {}", last());
+}
+
 fn last() -> String {
     // SAFETY: the library's own text of this thread.
     unsafe { CStr::from_ptr(tmq_last_error()) }.to_str().unwrap().into()

@@ -187,7 +187,9 @@ fn run(calls: &[Call], spills: bool) {
         let store = |model: &Model, id: u8, blocks: &[u8]| -> Option<Model> {
             let mut next = model.clone();
             let agent = next.agents.get_mut(&id)?;
-            (agent.memory, agent.disk, agent.last) = (Some(blocks.to_vec()), None, now);
+            // Who is on the disk stays there.
+            agent.disk = agent.disk.take().map(|_| blocks.to_vec());
+            (agent.memory, agent.last) = (Some(blocks.to_vec()), now);
             next.shrink(budget, Some(id), spills, sizes)
         };
         let (ok, next) = match call {
@@ -424,6 +426,37 @@ fn a_full_disk_loses_nothing() {
     disk.files.lock().unwrap().retain(|(id, _), _| id != "a");
     assert!(matches!(pool.get("a"), Err(Error::Io { .. })));
     assert!(matches!(pool.get("a"), Err(Error::NotHeld { .. })));
+}
+
+#[test]
+fn who_is_on_the_disk_stays_there_in_the_newest_form() {
+    let disk = Disk::default();
+    let again = || MemoryPool::<Cache>::with_spill(usize::MAX, Box::new(disk.clone())).unwrap();
+    let pool = again();
+    for id in ["a", "b"] {
+        pool.allocate(id, "", 1.0).unwrap();
+        pool.store(id, cache(&[1])).unwrap();
+    }
+    pool.spill("a").unwrap();
+    pool.store("a", cache(&[2])).unwrap();
+    pool.store("b", cache(&[2])).unwrap();
+    assert_eq!(disk.files.lock().unwrap().len(), 1);
+    // What a crash leaves: the newest of `a`, nothing of `b`, which was never on the disk.
+    assert_eq!(bytes_of(&again().get("a").unwrap()), bytes_of(&cache(&[2])));
+    assert!(matches!(again().get("b"), Err(Error::NotHeld { .. })));
+    // A cache that cannot be written is refused, in memory and on the disk.
+    disk.full.store(1, Ordering::SeqCst);
+    assert!(matches!(pool.store("a", cache(&[3])), Err(Error::Io { .. })));
+    pool.store("b", cache(&[3])).unwrap();
+    for pool in [&pool, &again()] {
+        assert_eq!(bytes_of(&pool.get("a").unwrap()), bytes_of(&cache(&[2])));
+    }
+    disk.full.store(0, Ordering::SeqCst);
+    // So is one that does not fit, which leaves no file.
+    pool.set_budget(Sizes::new().used([&[2][..], &[3]])).unwrap();
+    assert!(matches!(pool.store("a", cache(&[4, 5, 6, 7, 8])), Err(Error::OverBudget { .. })));
+    assert_eq!(bytes_of(&again().get("a").unwrap()), bytes_of(&cache(&[2])));
+    assert!(disk.files.lock().unwrap().keys().filter(|(id, _)| id == "a").count() == 1);
 }
 
 /// Four threads store, read, fork, pin and drop the agents of one another under a budget of a third of them. Every cache says in its

@@ -36,6 +36,11 @@ pub trait Attend {
     /// What the buffers hold.
     fn usage(&self) -> Usage;
 
+    /// Keys and values of all tokens [B, H, T, D], of a cache that keeps them as they are.
+    fn exact(&self) -> Option<[&Array; 2]> {
+        None
+    }
+
     /// Correlation of the newest queries' scores on decoded keys with those on the exact ones, where both are at hand.
     fn logit_correlation(&self) -> Result<Option<f64>> {
         Ok(None)
@@ -48,7 +53,18 @@ pub struct Float {
     kv: Option<[Array; 2]>,
 }
 
+impl Float {
+    /// A cache that holds tokens.
+    pub fn of(keys: Array, values: Array) -> Float {
+        Float { kv: Some([keys, values]) }
+    }
+}
+
 impl Attend for Float {
+    fn exact(&self) -> Option<[&Array; 2]> {
+        self.kv.as_ref().map(|[k, v]| [k, v])
+    }
+
     fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
         let [k, v] = match self.kv.take() {
             Some([old_k, old_v]) => [concatenate(&[&old_k, k], 2)?, concatenate(&[&old_v, v], 2)?],

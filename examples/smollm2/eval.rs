@@ -1,18 +1,21 @@
 //! `eval` and `perplexity`: a text through the float cache and through every recipe's, chunk by chunk side by side.
 //!
 //! The tokens are the text's own (teacher-forced), so at every position all runs answer the same question, and no logits are
-//! kept beyond a chunk.
+//! kept beyond a chunk. With `--resume` the first tokens of a window go through the float cache alone, which every recipe then parks
+//! and resumes; what comes after is measured.
 
 use crate::Result;
 use crate::kv::{Form, Kv, Kvs};
 use crate::measure::{Logits, Measure};
 use crate::model::{Model, Session};
+use crate::parked::through_pool;
 use crate::tokenizer::Text;
 use indicatif::ProgressBar;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use turbomoq::mlx_ops::slice;
+use turbomoq::policy::TierPolicy;
 
 /// Positions whose logits are held at once: 128 rows of 49,152 are 25 MB.
 const ROWS: usize = 128;
@@ -41,6 +44,9 @@ pub struct Arguments {
     /// How packed caches are held
     #[arg(long, value_enum, default_value = "rebuilt")]
     form: Form,
+    /// Run so many tokens of a window exactly, park them by each recipe, resume, and measure the rest of the window
+    #[arg(long, value_name = "TOKENS", conflicts_with_all = ["half", "form"])]
+    resume: Option<u32>,
 }
 
 /// The figures of one recipe on one text.
@@ -49,6 +55,8 @@ pub struct Row {
     pub recipe: String,
     pub text: String,
     pub ctx: usize,
+    /// Tokens that were parked and resumed; the figures are those of the others.
+    pub resumed: Option<usize>,
     /// Stretches of `ctx` tokens, each from an empty cache.
     pub windows: usize,
     /// Nats, against the float cache.
@@ -63,9 +71,10 @@ pub struct Row {
     pub ppl: f64,
     /// Attention scores on decoded keys against exact ones, of the worst layer and window; of rebuilt caches only.
     pub logit_correlation: Option<f64>,
-    /// Of the stored form, tables counted, without the tokens that a packed cache keeps exact.
+    /// Of the stored form, tables counted, without the tokens that a packed cache keeps exact; of a parked cache everything that the
+    /// pool counts.
     pub bits_per_value: Option<f64>,
-    /// Of all buffers at the end of the text, over its tokens.
+    /// Of all buffers at the end of the text, over its tokens; of a parked cache those of the pool, over the parked tokens.
     pub bytes_per_token: f64,
     pub ms_per_token: f64,
 }
@@ -77,6 +86,8 @@ struct Run<'a> {
     measure: Measure,
     /// The least logit correlation of a layer in the windows before.
     logits: Option<f64>,
+    /// Bytes that the pool counted in the last window.
+    parked: Option<usize>,
     time: Duration,
 }
 
@@ -93,6 +104,10 @@ fn run_text(model: &Model, text: &Text, arguments: &Arguments, path: &Path) -> R
     let words = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
     let tokens = text.encode(&words)?;
     let (ctx, windows) = (arguments.ctx as usize, arguments.windows as usize);
+    let (first, chunk) = (arguments.resume.unwrap_or(0) as usize, arguments.chunk as usize);
+    if first + 1 >= ctx {
+        return Err(format!("--resume {first} leaves nothing to measure of {ctx} tokens").into());
+    }
     let tokens = tokens.get(..ctx * windows).ok_or_else(|| {
         format!("{} has {} tokens, {windows} windows of {ctx} were asked for", path.display(), tokens.len())
     })?;
@@ -110,14 +125,34 @@ fn run_text(model: &Model, text: &Text, arguments: &Arguments, path: &Path) -> R
         if i > 0 {
             runs.iter_mut().try_for_each(|run| run.next_window(model, arguments.form))?;
         }
-        for (i, chunk) in window.chunks(arguments.chunk as usize).enumerate() {
-            let targets = &window[(i * arguments.chunk as usize + 1).min(ctx)..];
-            step(model, &mut runs, chunk, targets)?;
-            bar.inc(chunk.len() as u64);
+        if let [float, others @ ..] = &mut runs[..]
+            && first > 0
+        {
+            for tokens in window[..first].chunks(chunk) {
+                float.session.states(tokens)?;
+                bar.inc(tokens.len() as u64);
+            }
+            others.iter_mut().try_for_each(|run| run.resume(model, &float.session))?;
+        }
+        for (i, tokens) in window[first..].chunks(chunk).enumerate() {
+            let targets = &window[(first + i * chunk + 1).min(ctx)..];
+            step(model, &mut runs, tokens, targets)?;
+            bar.inc(tokens.len() as u64);
         }
     }
     bar.finish_and_clear();
-    runs.into_iter().map(|run| run.row(&name, ctx, windows)).collect()
+    let values = 2 * model.config.layers * (model.config.kv_heads * model.config.head_dim) as usize;
+    let rows = runs.into_iter().map(|run| {
+        let parked = run.parked;
+        let mut row = run.row(&name, ctx, [ctx - first, windows])?;
+        if first > 0 {
+            row.resumed = Some(first);
+            row.bits_per_value = parked.map(|bytes| 8.0 * bytes as f64 / (values * first) as f64);
+            row.bytes_per_token = parked.map_or(row.bytes_per_token, |bytes| bytes as f64 / first as f64);
+        }
+        Ok(row)
+    });
+    rows.collect()
 }
 
 fn step(model: &Model, runs: &mut [Run], chunk: &[u32], targets: &[u32]) -> Result<()> {
@@ -155,7 +190,18 @@ fn step(model: &Model, runs: &mut [Run], chunk: &[u32], targets: &[u32]) -> Resu
 impl<'a> Run<'a> {
     fn new(model: &'a Model, kv: &'a Kv, half: bool, form: Form) -> Result<Run<'a>> {
         let session = kv.session(model, half, form)?;
-        Ok(Run { kv, half, session, measure: Measure::default(), logits: None, time: Duration::ZERO })
+        let measure = Measure::default();
+        Ok(Run { kv, half, session, measure, logits: None, parked: None, time: Duration::ZERO })
+    }
+
+    /// Goes on from what another session holds, parked and resumed.
+    fn resume(&mut self, model: &'a Model, from: &Session) -> Result<()> {
+        let Kv::Packed { recipe, policy: TierPolicy::None, .. } = self.kv else {
+            return Err(format!("{} cannot be parked: a recipe without tiers is needed", self.kv).into());
+        };
+        let (session, bytes) = through_pool(model, from, recipe)?;
+        (self.session, self.parked) = (session, Some(bytes));
+        Ok(())
     }
 
     fn next_window(&mut self, model: &'a Model, form: Form) -> Result<()> {
@@ -172,7 +218,8 @@ impl<'a> Run<'a> {
         Ok(())
     }
 
-    fn row(mut self, text: &str, ctx: usize, windows: usize) -> Result<Row> {
+    /// The figures; `measured` tokens of each of so many windows were looked at.
+    fn row(mut self, text: &str, ctx: usize, [measured, windows]: [usize; 2]) -> Result<Row> {
         self.note_logits()?;
         let usage = self.session.usage();
         let ([kl_mean, kl_median, kl_p99], [kl_least, kl_most]) = (self.measure.kl(), self.measure.spread());
@@ -180,6 +227,7 @@ impl<'a> Run<'a> {
             recipe: self.kv.to_string(),
             text: text.into(),
             ctx,
+            resumed: None,
             windows,
             kl_mean,
             kl_least,
@@ -192,7 +240,7 @@ impl<'a> Run<'a> {
             bits_per_value: (usage.stored_values > 0)
                 .then(|| 8.0 * usage.stored_bytes as f64 / usage.stored_values as f64),
             bytes_per_token: usage.bytes as f64 / ctx as f64,
-            ms_per_token: self.time.as_secs_f64() * 1e3 / (ctx * windows) as f64,
+            ms_per_token: self.time.as_secs_f64() * 1e3 / (measured * windows) as f64,
         })
     }
 }

@@ -14,6 +14,7 @@ mod kv;
 mod live;
 mod measure;
 mod model;
+mod parked;
 mod rebuilt;
 mod sensitivity;
 mod show;

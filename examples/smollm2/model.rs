@@ -96,8 +96,17 @@ impl Model {
 
     /// A new sequence on caches made by `cache`, one for each layer.
     pub fn session(&self, cache: impl FnMut(usize) -> Result<Box<dyn Attend>>) -> Result<Session<'_>> {
+        self.session_at(0, cache)
+    }
+
+    /// As [`Model::session`], on caches that hold `position` tokens.
+    pub fn session_at(
+        &self,
+        position: usize,
+        cache: impl FnMut(usize) -> Result<Box<dyn Attend>>,
+    ) -> Result<Session<'_>> {
         let caches = (0..self.config.layers).map(cache).collect::<Result<_>>()?;
-        Ok(Session { model: self, caches, position: 0 })
+        Ok(Session { model: self, caches, position: position as i32 })
     }
 
     /// Logits [n, vocabulary] of final states [n, width], evaluated.
@@ -159,6 +168,11 @@ impl Session<'_> {
     /// Tokens seen.
     pub fn position(&self) -> usize {
         self.position as usize
+    }
+
+    /// Keys and values of every layer, if all caches keep them as they are and hold any.
+    pub fn exact(&self) -> Option<Vec<[&Array; 2]>> {
+        self.caches.iter().map(|c| c.exact()).collect()
     }
 
     /// The least logit correlation of a layer, see [`Attend::logit_correlation`].

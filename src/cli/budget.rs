@@ -1,9 +1,11 @@
-//! `turbomoq plan --budget`: how many bits every layer, KV head and side gets at a budget, as a table, a picture and a recipe.
+//! `turbomoq plan --budget` and `--stored`: how many bits every layer, KV head and side gets at a budget, as a table, a picture and a
+//! recipe.
 
 use super::calibrate::Scored;
 use super::{print_json, table};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use turbomoq::archive::{parked_bytes, plan_within};
 use turbomoq::bit_plan::BitPlan;
 use turbomoq::calibration::{Calibration, Unit};
 use turbomoq::policy::ModelShape;
@@ -17,6 +19,9 @@ pub struct Arguments {
     /// Spread so many bits a value (codes alone) over layers, heads and sides
     #[arg(long, value_name = "BITS")]
     pub budget: Option<f64>,
+    /// The same by layer, so that a parked cache of `--tokens` tokens has so many bits a value, everything counted as the pool counts it
+    #[arg(long, value_name = "BITS", conflicts_with_all = ["budget", "by", "rule", "least", "most"])]
+    pub stored: Option<f64>,
     /// Table of prices; without it the heads of the prompt cache are scored
     #[arg(long, value_name = "FILE")]
     calibration: Option<PathBuf>,
@@ -55,6 +60,8 @@ struct Output {
     source: String,
     shape: ModelShape,
     budget: f64,
+    /// Bytes of a parked cache, and bits a value with everything counted; of plans by layer.
+    parked: Option<Parked>,
     /// Mean bits of a key and of a value, codes alone.
     mean: [f64; 2],
     key_bits: String,
@@ -65,14 +72,22 @@ struct Output {
     recipe: Recipe,
 }
 
-/// Runs the command for a budget.
+#[derive(Serialize)]
+struct Parked {
+    tokens: usize,
+    bytes: usize,
+    bits: f64,
+}
+
+/// Runs the command for a budget; `tokens` are those of a parked cache.
 pub fn run(
     input: Option<&Path>,
     recipe: &Recipe,
-    budget: f64,
+    tokens: usize,
     arguments: &Arguments,
     json: bool,
 ) -> Result<()> {
+    let budget = arguments.budget.or(arguments.stored).unwrap_or_default();
     let cache = input.map(Scored::read).transpose()?;
     let calibration = match (&arguments.calibration, &cache) {
         (Some(path), _) => {
@@ -90,7 +105,12 @@ pub fn run(
         calibration.check(&cache.shape)?;
     }
     let parts = calibration.parts();
+    let shape = *calibration.shape();
+    let values = shape.layers * shape.kv_heads * (shape.key_dim + shape.value_dim) * tokens;
     let plan = match arguments.rule {
+        Rule::Prices if arguments.stored.is_some() => {
+            plan_within(recipe, &calibration, tokens, (budget * values as f64 / 8.0) as usize)?
+        }
         Rule::Prices => {
             let unit = if arguments.by == By::Head { Unit::Head } else { Unit::Layer };
             calibration.plan(unit, budget, arguments.least, arguments.most)?
@@ -111,16 +131,20 @@ pub fn run(
         let (sum, count) = mine.fold((0.0, 0), |(sum, n), (_, &b)| (sum + f64::from(b), n + 1));
         sum / f64::from(count)
     });
+    let planned = Recipe { plan: Some(plan.clone()), ..recipe.clone() };
+    // Heads of one layer with widths of their own are for live caches only.
+    let parked = parked_bytes(&planned, &shape, tokens).ok();
     let output = Output {
         source: calibration.source().into(),
-        shape: *calibration.shape(),
+        shape,
         budget,
+        parked: parked.map(|bytes| Parked { tokens, bytes, bits: 8.0 * bytes as f64 / values as f64 }),
         mean,
         key_bits: plan.key.to_string(),
         value_bits: plan.value.to_string(),
         loss: loss(&parts, &widths),
         uniform_loss: loss(&parts, &vec![uniform; parts.len()]),
-        recipe: Recipe { plan: Some(plan.clone()), ..recipe.clone() },
+        recipe: planned,
     };
     if json {
         print_json(&output);
@@ -148,6 +172,11 @@ fn print(output: &Output, plan: &BitPlan, uniform: u8) {
         "{:.3} bits a key and {:.3} a value of the codes; loss by the table {:.3e}, with {uniform} bits everywhere {:.3e}",
         output.mean[0], output.mean[1], output.loss, output.uniform_loss
     );
+    if let Some(Parked { tokens, bytes, bits }) = output.parked {
+        println!(
+            "{bits:.3} stored bits a value in a parked cache of {tokens} tokens ({bytes} bytes), everything counted"
+        );
+    }
     println!("{}", output.recipe);
 }
 

@@ -1,10 +1,13 @@
-//! `turbomoq capacity`: how much context and how many agents fit beside a model, from the cache's own accounting.
+//! `turbomoq capacity`: how much context and how many agents fit beside a model, from the accounting of caches and pool.
 //!
+//! A live cache is one that a model decodes on: its newest 128 to 256 tokens beyond the recipe's window are not packed yet. A parked one
+//! lies in the pool, packed as a whole but for the tokens that the recipe keeps exact.
 //! The original's table stands beside it, each of its figures checked against its own layout: keys and values in half precision of all
 //! layers, 2.5 stored bits for what it calls 2 bits.
 
 use super::{Size, bytes, print_json, table};
 use serde::Serialize;
+use turbomoq::archive::parked_model_bytes;
 use turbomoq::cache::{Claim, Model, ModelPlan, models};
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Result};
@@ -40,10 +43,20 @@ struct Row {
     model: String,
     budget: usize,
     recipe: String,
-    /// Longest context in tokens.
+    /// Longest live context in tokens.
     context: usize,
-    /// Tokens of a context, and agents with such a context each.
-    agents: Vec<[usize; 2]>,
+    /// How many agents fit, for each length of a context.
+    agents: Vec<Agents>,
+}
+
+#[derive(Serialize)]
+struct Agents {
+    /// Context of each.
+    tokens: usize,
+    /// That fit with live caches.
+    live: usize,
+    /// That fit with parked caches; tiers end when a cache is parked.
+    parked: Option<usize>,
 }
 
 #[derive(Serialize)]
@@ -73,12 +86,19 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let budget = arguments.memory.0.saturating_sub(taken);
         let mut add = |name: &str, recipe: &Recipe, policy: &TierPolicy| -> Result<()> {
             let plan = ModelPlan::new(model, recipe, policy)?;
+            let agents = |&tokens: &usize| {
+                let parked = match policy {
+                    TierPolicy::None => Some(budget / parked_model_bytes(recipe, model, tokens)?),
+                    _ => None,
+                };
+                Ok(Agents { tokens, live: plan.agents(tokens, budget), parked })
+            };
             rows.push(Row {
                 model: model.name.clone(),
                 budget,
                 recipe: name.into(),
                 context: plan.capacity(budget),
-                agents: arguments.agents.iter().map(|&t| [t, plan.agents(t, budget)]).collect(),
+                agents: arguments.agents.iter().map(agents).collect::<Result<_>>()?,
             });
             Ok(())
         };
@@ -123,13 +143,15 @@ fn print(arguments: &Arguments, rows: &[Row], claims: &[Checked]) {
         bytes(arguments.memory.0 as u64),
         bytes(arguments.reserve.0 as u64)
     );
-    let mut header = vec!["model".to_string(), "for the cache".into(), "recipe".into(), "context".into()];
-    header.extend(arguments.agents.iter().map(|t| format!("agents at {t}")));
+    let mut header =
+        vec!["model".to_string(), "for the cache".into(), "recipe".into(), "live context".into()];
+    header.extend(arguments.agents.iter().flat_map(|t| [format!("live at {t}"), format!("parked at {t}")]));
     let mut out = table(&header.iter().map(String::as_str).collect::<Vec<_>>());
     for row in rows {
         let mut cells =
             vec![row.model.clone(), bytes(row.budget as u64), row.recipe.clone(), kilo(row.context as f64)];
-        cells.extend(row.agents.iter().map(|a| a[1].to_string()));
+        let parked = |a: &Agents| a.parked.map_or("-".into(), |n| n.to_string());
+        cells.extend(row.agents.iter().flat_map(|a| [a.live.to_string(), parked(a)]));
         out.add_row(cells);
     }
     println!("{out}");

@@ -1,5 +1,5 @@
-//! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes; with `--budget`, how
-//! bits are spread over heads.
+//! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes; with `--budget` or
+//! `--stored`, how bits are spread over heads.
 
 use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
@@ -14,6 +14,8 @@ use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
 
 /// Tokens of an append while measuring.
 const CHUNK: usize = 1024;
+/// Tokens of a parked cache whose bits a plan names.
+const PARKED: usize = 4096;
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -26,7 +28,7 @@ pub struct Arguments {
     /// `rest=drop` evicts what is older
     #[arg(long, default_value = "progressive")]
     policy: String,
-    /// Tokens of the cache
+    /// Tokens of the cache; for a budget of bits those of a parked one [default there: 4096]
     #[arg(long)]
     tokens: Option<usize>,
     /// Layers with keys and values
@@ -85,8 +87,9 @@ struct Measured {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     let recipe = arguments.recipe.recipe()?;
-    if let Some(bits) = arguments.budget.budget {
-        return budget::run(arguments.input.as_deref(), &recipe, bits, &arguments.budget, arguments.json);
+    if arguments.budget.budget.or(arguments.budget.stored).is_some() {
+        let tokens = arguments.tokens.unwrap_or(PARKED);
+        return budget::run(arguments.input.as_deref(), &recipe, tokens, &arguments.budget, arguments.json);
     }
     let policy: TierPolicy = arguments.policy.parse()?;
     let (shape, tokens) = shape(arguments)?;

@@ -99,6 +99,14 @@ impl Body {
     }
 }
 
+/// Bytes that a pool counts for the packed tokens of one side of a layer, before there are any: `row_bytes` a token of all heads,
+/// `frame_bytes` of tables.
+pub(crate) fn body_bytes(tokens: usize, row_bytes: usize, frame_bytes: usize) -> usize {
+    let blocks = tokens.max(1).div_ceil(BLOCK);
+    let block = BLOCK_OVERHEAD + size_of::<Arc<Block>>();
+    tokens * row_bytes + blocks * block + frame_bytes + size_of::<Body>()
+}
+
 /// A cache in blocks. Cheap to clone: a clone shares all buffers.
 #[derive(Clone, Debug)]
 pub(super) struct Parcel<C> {

@@ -13,7 +13,8 @@ pub const VERSION: u32 = 1;
 pub enum Request {
     /// Nothing but an answer.
     Ping,
-    /// Packs the prompt cache in a file of the client's folder and holds it.
+    /// Packs the prompt cache in a file of the client's folder and holds it: on the disk too, when the answer comes, if the agent was
+    /// there, else in memory until it has to leave or is spilled.
     Park {
         /// The agent.
         id: String,

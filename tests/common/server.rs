@@ -20,6 +20,11 @@ impl Running {
         if spills {
             command.arg("--spill").arg(folder.join("spill"));
         }
+        Running::of(command, folder)
+    }
+
+    /// The server of a command that uses this folder.
+    pub fn of(mut command: Command, folder: &Path) -> Running {
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(child.stdout.take().unwrap()).read_line(&mut line).unwrap();

@@ -37,9 +37,9 @@ def answer(model, tokenizer, cache, text, tokens):
 def main():
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("turbomoq", nargs="?", default=str(root / "target/release/turbomoq"))
-    arguments.add_argument("--recipe", default="best@3")
-    arguments.add_argument("--tokens", type=int, default=32, help="tokens of an answer")
-    arguments.add_argument("--briefing", type=int, default=24, help="times that a briefing is said")
+    arguments.add_argument("--recipe", default="best@3,window=0")
+    arguments.add_argument("--tokens", type=int, default=16, help="tokens of an answer")
+    arguments.add_argument("--briefing", type=int, default=8, help="times that a briefing is said")
     options = arguments.parse_args()
 
     folder = root / "mlx/.runtime/smollm2/mlx-lm"
@@ -58,7 +58,10 @@ def main():
             text=True,
         )
         try:
-            print(server.stdout.readline().strip())
+            first = server.stdout.readline().strip()
+            if not first.startswith("serving"):
+                raise SystemExit(f"{options.turbomoq} does not serve: build it with cargo build --release")
+            print(first)
             pool = Pool(home)
             for turn, question in enumerate(QUESTIONS):
                 for agent, briefing in BRIEFINGS.items():
