@@ -9,7 +9,7 @@ use turbomoq::archive::Archive;
 use turbomoq::mlx_ops::{get, put};
 use turbomoq::pool::MemoryPool;
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
-use turbomoq::{Compressor, Recipe};
+use turbomoq::{Compressor, Recipe, Tensor};
 
 /// The session that goes on where a session on exact caches is, after its caches went through a pool, and the bytes that the pool
 /// counted for them.
@@ -32,7 +32,7 @@ pub fn through_pool<'a>(
     let bytes = pool.store("agent", Archive::compress(&cache, &compressor, || ())?)?.bytes;
     let back = pool.get("agent")?.restore(&compressor, || ())?;
 
-    let single = |x| -> Result<Array> { Ok(put(x)?.as_dtype(Dtype::Float32)?) };
+    let single = |x: &Tensor| -> Result<Array> { Ok(put(x)?.as_dtype(Dtype::Float32)?) };
     let session = model.session_at(session.position(), |layer| {
         let kv = back.layers[layer].attention_kv()?.ok_or("a layer has come back without keys and values")?;
         Ok(Box::new(Float::of(single(&kv.keys)?, single(&kv.values)?)))
