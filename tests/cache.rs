@@ -428,7 +428,7 @@ mod graph {
             let b = graph.get(&device.attend(&put(&q), &on_device).unwrap()).unwrap().to_f32().unwrap();
             let worst = greatest_difference(&a, &b);
             // The trellis search of a graph finds other codes of the same quality: there the two differ by the codec's own noise.
-            let bound = if recipe.starts_with("best") { 0.05 } else { 5e-3 };
+            let bound = if recipe.starts_with("best") { 0.06 } else { 5e-3 };
             assert!(worst < bound, "{recipe}: {worst}");
         }
     }

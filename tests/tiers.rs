@@ -363,8 +363,9 @@ fn a_model_counts_its_kv_layers_and_exempts_some() {
         Err(Error::Unsupported { field: "exempt", .. })
     ));
     let mixed = KvCache::with_recipes(Cpu, &shapes, |i| format!("best@{}/2", i + 1).parse().unwrap());
-    let key_bits: Vec<u8> = mixed.unwrap().layers().iter().map(|l| l.recipe().key.unwrap().bits).collect();
-    assert_eq!(key_bits, [1, 2, 3, 4]);
+    let key_bits: Vec<f32> =
+        mixed.unwrap().layers().iter().map(|l| l.recipe().key.unwrap().nominal_bits()).collect();
+    assert_eq!(key_bits, [1.0, 2.0, 3.0, 4.0]);
 }
 
 #[test]

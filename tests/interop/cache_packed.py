@@ -214,7 +214,7 @@ def memory(_):
                 del k, v
             if step > 0:
                 most = max(most, mx.get_peak_memory() - before - grown)
-        room = 4 * heads * (10 * tokens + 2 * 260 * dim)
+        room = 4 * heads * (12 * tokens + 2 * 260 * dim)
         assert most < room, (most, room)
         # Many queries of a prompt: they go in runs of a few score matrices of the budget.
         attention.BUDGET, length = 4 << 20, 128

@@ -41,7 +41,11 @@ def convert(gguf: str, folder: pathlib.Path) -> None:
     if meta["tokenizer.ggml.pre"] != "smollm":
         raise SystemExit(f"{gguf}: the tokenizer splits like {meta['tokenizer.ggml.pre']!r}, this script knows 'smollm'")
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / "model.safetensors"), {name(k): v for k, v in weights.items()}, {"format": "mlx"})
+    weights = {name(k): v for k, v in weights.items()}
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
+    # Words of 32 bits and groups of 32 tell the width of each: the embedding has 8 bits.
+    widths = {k[: -len(".scales")]: weights[k.replace(".scales", ".weight")].shape[1] // v.shape[1] for k, v in weights.items() if k.endswith(".scales")}
+    others = {k: {"group_size": 32, "bits": bits} for k, bits in widths.items() if bits != 4}
     config = {
         "model_type": "llama",
         "hidden_size": number("embedding_length"),
@@ -55,7 +59,7 @@ def convert(gguf: str, folder: pathlib.Path) -> None:
         "rope_traditional": True,  # llama.cpp orders the rows of queries and keys for this form
         "tie_word_embeddings": True,
         "eos_token_id": meta["tokenizer.ggml.eos_token_id"].item(),
-        "quantization": {"group_size": 32, "bits": 4},
+        "quantization": {"group_size": 32, "bits": 4, **others},
     }
     (folder / "config.json").write_text(json.dumps(config, indent=1))
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta["tokenizer.ggml.token_type"].tolist()
