@@ -223,14 +223,9 @@ impl CodecSpec {
                     );
                 }
             }
-            Grid::Trellis { states } => {
-                if !matches!(states, 8 | 10) || most > 4 || d < 32 {
-                    return no(
-                        "grid",
-                        self.grid.to_string(),
-                        "8 or 10 states, at most 4 bits, 32 channels or more".into(),
-                    );
-                }
+            Grid::Trellis { states } if !matches!(states, 8 | 10) || most > 4 || d < 32 => {
+                let reason = "8 or 10 states, at most 4 bits, 32 channels or more".into();
+                return no("grid", self.grid.to_string(), reason);
             }
             _ => {}
         }
