@@ -172,11 +172,21 @@ TM_INLINE void tm_put_scale(TM_OUT(tm_half) to, tm_index at, float scale) {
   to[at] = tm_half(low > 65504.0f ? 65504.0f : low);
 }
 
-TM_INLINE void tm_put_scale(TM_OUT(uint8_t) to, tm_index at, float scale) {
+TM_INLINE uint8_t tm_log_code(float scale) {
   const float position = (tm_log2(scale > 0.0f ? scale : 0.0f) + 10.0f) * 13.0f + 1.0f;
   const float rounded = tm_floor(position + 0.5f);
   const float code = position < 0.5f ? 0.0f : rounded < 254.0f ? rounded : 254.0f;
-  to[at] = scale != scale ? uint8_t(255) : uint8_t(code);
+  return scale != scale ? uint8_t(255) : uint8_t(code);
+}
+
+TM_INLINE void tm_put_scale(TM_OUT(uint8_t) to, tm_index at, float scale) { to[at] = tm_log_code(scale); }
+
+// What coordinates are multiplied by so that the scale that is expected of them is one that a code stands for.
+TM_INLINE float tm_snap(TM_OUT(tm_half), float) { return 1.0f; }
+
+TM_INLINE float tm_snap(TM_OUT(uint8_t), float expected) {
+  const float snap = expected / tm_scale(tm_log_code(expected));
+  return snap >= 0.97f && snap < 1.03f ? snap : 1.0f;
 }
 
 // The scale of a row from |y|^2, <c, y> and |c|^2; the row is neither zero nor infinite.
@@ -185,6 +195,12 @@ TM_INLINE float tm_rule(int rule, float yy, float cy, float cc, int dim) {
   if (rule == TM_UNBIASED && cy > 0.0f) return yy / cy;
   if (rule == TM_LEAST_SQUARES && cy > 0.0f) return cy / cc;
   return tm_sqrt(yy / float(dim));
+}
+
+// The usual scale on a grid of this mean square error.
+TM_INLINE float tm_expected(int rule, float yy, float mse, int dim) {
+  const float plain = tm_sqrt(yy / float(dim));
+  return rule == TM_MATCHED ? plain / tm_sqrt(1.0f - mse) : rule == TM_UNBIASED ? plain / (1.0f - mse) : plain;
 }
 
 // The sum over all threads of a threadgroup, in every thread. `scratch` has an entry a simdgroup.

@@ -160,6 +160,8 @@ fn trellis_search_follows_the_row_form() {
             let spec = CodecSpec::new(dim, bits, Grid::Trellis { states: 8 });
             let spec = CodecSpec { scale: RULES[(i + usize::from(bits)) % 4], ..spec };
             cases.push(case(spec, [1, 1, 4], i as u64, |_| {}));
+            let spec = CodecSpec { format: ScaleFormat::Log8, ..spec };
+            cases.push(case(spec, [1, 1, 4], 10 + i as u64, |_| {}));
         }
         cases.push(case(CodecSpec::new(128, bits, Grid::Trellis { states: 10 }), [1, 1, 2], 50, |_| {}));
     }

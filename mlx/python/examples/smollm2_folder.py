@@ -36,6 +36,8 @@ def name(key: str) -> str:
 
 def convert(gguf: str, folder: pathlib.Path) -> None:
     """Writes weights, config and tokenizer."""
+    if tuple(map(int, mx.__version__.split(".")[:2])) < (0, 32):
+        raise SystemExit(f"MLX {mx.__version__} reads 4-bit weights of a GGUF one byte off: make the folder with 0.32 or later")
     weights, meta = mx.load(gguf, return_metadata=True)
     number = lambda key: meta[f"llama.{key}"].item()
     if meta["tokenizer.ggml.pre"] != "smollm":
