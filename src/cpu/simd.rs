@@ -43,7 +43,9 @@ pub(super) struct Small {
     /// Mean square of what the integer levels miss.
     pub error: f32,
     /// Integer levels for sums: `levels[c] ~ wide_unit * wide[c]`.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only AVX-512 has such sums"))]
     pub wide: [i16; 16],
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "only AVX-512 has such sums"))]
     pub wide_unit: f32,
 }
 
