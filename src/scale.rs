@@ -15,6 +15,9 @@ pub const LOG_LOW: f32 = -10.0;
 /// The log code of NaN.
 pub const LOG_NAN: u8 = 255;
 
+/// How far codes may take up the rounding of a scale; beyond the ends of the log form nothing is near.
+pub const NEAR: std::ops::Range<f32> = 0.97..1.03;
+
 static LOG_VALUES: LazyLock<[f32; 256]> = LazyLock::new(|| {
     std::array::from_fn(|code| match code {
         0 => 0.0,
@@ -94,8 +97,7 @@ impl ScaleFormat {
             ScaleFormat::F16 => 1.0,
             ScaleFormat::Log8 => {
                 let snap = expected / self.value(self.code(expected));
-                // Beyond the ends of the form nothing is near.
-                if (0.97..1.03).contains(&snap) { snap } else { 1.0 }
+                if NEAR.contains(&snap) { snap } else { 1.0 }
             }
         }
     }

@@ -158,6 +158,11 @@ impl CodecSpec {
         }
     }
 
+    /// Tables of four bytes a channel that a head's frame has: centre, gains, channel order.
+    pub(crate) fn tables(&self, centred: bool) -> usize {
+        usize::from(centred) + usize::from(self.equalised) + usize::from(self.outliers > 0)
+    }
+
     /// Bits a channel by name: those of the codes, outliers and residual signs included, without scales.
     pub fn nominal_bits(&self) -> f32 {
         let signs = match self.residual {

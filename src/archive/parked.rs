@@ -112,8 +112,7 @@ fn side_bytes(
     if packed == 0 {
         return Ok(exact);
     }
-    let centred = recipe.centred && side == Side::Key;
-    let tables = usize::from(centred) + usize::from(spec.equalised) + usize::from(spec.outliers > 0);
+    let tables = spec.tables(recipe.centred && side == Side::Key);
     Ok(exact + body_bytes(packed, heads * row_bytes, heads * tables * dim * TABLE))
 }
 

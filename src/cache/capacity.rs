@@ -63,11 +63,10 @@ impl Plan {
         };
         let spec = |i: usize| tiers.iter().rev().find_map(|t| t[i].as_ref()).map(|c| *c.spec());
         let tables = [(recipe.centred, shape.key_dim), (false, shape.value_dim)];
-        let tables = tables.iter().enumerate().filter_map(|(i, &(centred, dim))| {
-            let spec = spec(i)?;
-            let count = usize::from(centred) + usize::from(spec.equalised) + usize::from(spec.outliers > 0);
-            Some(4 * dim * count)
-        });
+        let tables = tables
+            .iter()
+            .enumerate()
+            .filter_map(|(i, &(centred, dim))| Some(4 * dim * spec(i)?.tables(centred)));
         Ok(Plan {
             policy: policy.clone(),
             shape: *shape,

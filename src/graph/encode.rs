@@ -6,6 +6,7 @@ use super::{Graph, fused, join, trellis, unsupported};
 use crate::codec::{BandGrid, Codec};
 use crate::error::Result;
 use crate::mlx_ops::slice;
+use crate::scale::NEAR;
 use crate::spec::ScaleFormat;
 use mlx_rs::ops::{self, matmul, select};
 use mlx_rs::{Array, Dtype as MlxDtype};
@@ -70,7 +71,7 @@ fn snap(tables: &Tables, codec: &Codec, yy: &Array, mse: f32, dim: usize) -> Res
     let one = codec.spec().scale.expected(dim as f32, mse, dim);
     let expected = yy.divide(num(dim as f32))?.sqrt()?.multiply(num(one))?;
     let snap = expected.divide(tables.load_scale(&store_scale(&expected, codec.format())?)?)?;
-    let near = snap.ge(num(0.97))?.logical_and(snap.lt(num(1.03))?)?;
+    let near = snap.ge(num(NEAR.start))?.logical_and(snap.lt(num(NEAR.end))?)?;
     Ok(select(&near, &snap, num(1.0))?)
 }
 
