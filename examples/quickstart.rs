@@ -2,11 +2,11 @@
 
 use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
+use turbomoq::calibration::score_heads;
 use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
-use turbomoq::ffi;
 use turbomoq::policy::{ModelShape, ProgressivePolicy};
 use turbomoq::pool::MemoryPool;
 use turbomoq::rng::Rng;
@@ -21,27 +21,10 @@ fn sample(stream: u64) -> Result<Tensor> {
 }
 
 /// Scores eight heads of one layer and spreads 3 bits over them.
-fn c_api() -> Result<()> {
-    let keys = sample(7)?.to_f32()?;
-    let rows = ffi::tmq_rows {
-        struct_size: size_of::<ffi::tmq_rows>(),
-        data: keys.as_ptr().cast(),
-        dtype: ffi::TMQ_F32,
-        heads: 8,
-        tokens: 512,
-        head_dim: 128,
-        token_stride: 128,
-        head_stride: 512 * 128,
-    };
-    let (mut scores, mut bits) = ([0f64; 8], [0u8; 8]);
-    // SAFETY: the rows lie inside `keys`, and both outputs have a place for each head.
-    let done = unsafe {
-        [
-            ffi::tmq_score_heads(&rows, 1, std::ptr::null(), scores.as_mut_ptr(), 8),
-            ffi::tmq_allocate_bits(scores.as_ptr(), 1, 8, 128, 3.0, bits.as_mut_ptr(), 8),
-        ]
-    };
-    println!("{done:?}: bits {bits:?}");
+fn bits_by_head() -> Result<()> {
+    let keys = sample(7)?;
+    let scores = score_heads(&[&keys], None)?;
+    println!("bits {:?}", scores.allocate_bits(3.0)?);
     Ok(())
 }
 
@@ -114,8 +97,8 @@ fn main() -> Result<()> {
     let tokens = ProgressivePolicy::default().capacity(&"best".parse()?, &model, 8_100_000_000)?;
     println!("context: {tokens} tokens");
 
-    println!("-- scores of heads and bits for them, through the C API as a program in C would");
-    c_api()?;
+    println!("-- scores of heads and bits for them (from C: examples/c)");
+    bits_by_head()?;
 
     println!("-- QJL residual at sub-2-bit widths, and what beats it at equal bits");
     for text in [
