@@ -2,7 +2,6 @@
 
 use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::calibration::score_heads;
 use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
@@ -18,14 +17,6 @@ fn sample(stream: u64) -> Result<Tensor> {
     let shape = [1, 8, 512, 128];
     let mut rng = Rng::new(42, stream);
     Tensor::new(&shape, (0..shape.iter().product()).map(|_| rng.normal() as f32).collect())
-}
-
-/// Scores eight heads of one layer and spreads 3 bits over them.
-fn bits_by_head() -> Result<()> {
-    let keys = sample(7)?;
-    let scores = score_heads(&[&keys], None)?;
-    println!("bits {:?}", scores.allocate_bits(3.0)?);
-    Ok(())
 }
 
 fn main() -> Result<()> {
@@ -56,7 +47,7 @@ fn main() -> Result<()> {
     println!("evicted {evicted:?}, still there: {}", pool.get("research-agent-1")?.layers.len());
     println!("-- score heads, and spread three bits a value over them");
     let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
-    let scores = score_heads(&keys)?;
+    let scores = score_heads(&keys, None)?;
     println!("bits of the heads of layer 0: {:?}", &scores.allocate_bits(3.0)?[..8]);
     let shape = ModelShape { layers: 4, kv_heads: 8, key_dim: 128, value_dim: 128 };
     let plan = Calibration::from_scores(shape, "the keys", &scores)?.plan(Unit::Head, 3.0, 1, 8)?;
@@ -96,9 +87,6 @@ fn main() -> Result<()> {
     let model = ModelShape { layers: 32, kv_heads: 8, key_dim: 128, value_dim: 128 };
     let tokens = ProgressivePolicy::default().capacity(&"best".parse()?, &model, 8_100_000_000)?;
     println!("context: {tokens} tokens");
-
-    println!("-- scores of heads and bits for them (from C: examples/c)");
-    bits_by_head()?;
 
     println!("-- QJL residual at sub-2-bit widths, and what beats it at equal bits");
     for text in [
