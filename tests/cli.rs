@@ -348,9 +348,9 @@ fn a_full_disk_behind_the_output_is_an_error_like_others() {
 #[test]
 fn names_in_files_do_not_steer_the_terminal() {
     let place = Place::new();
-    let mut cache = PromptCache::read(&place.path("in.safetensors")).unwrap();
+    let mut cache = PromptCache::read(place.path("in.safetensors")).unwrap();
     cache.metadata.insert("a\u{1b}[31m".into(), "b\n\u{9b}2Jc\u{202e}".into());
-    cache.write(&place.path("odd.safetensors"), Layout::V031).unwrap();
+    cache.write(place.path("odd.safetensors"), Layout::V031).unwrap();
     let text = place.good("inspect odd.safetensors");
     assert!(text.contains(r"a\u{1b}[31m: b\n\u{9b}2Jc\u{202e}"), "{text}");
     assert!(!text.contains(|c: char| c.is_control() && c != '\n'));
