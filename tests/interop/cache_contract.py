@@ -2,7 +2,7 @@
 
 contract FOLDER    one contract, kept by mlx-lm's own caches and by ours; leaves saved caches in FOLDER
 again FOLDER       a new process loads them: same contents, same continuation
-PART FOLDER        a part of cache_packed.py
+PART FOLDER        a part of cache_packed.py, cache_edges.py or architectures.py
 """
 
 import copy
@@ -260,6 +260,9 @@ if __name__ == "__main__":
     if sys.argv[1] in ("contract", "again"):
         {"contract": contract, "again": again}[sys.argv[1]](sys.argv[2])
     else:
+        import architectures
+        import cache_edges
         import cache_packed
 
-        getattr(cache_packed, sys.argv[1])(sys.argv[2])
+        parts = {name: part for module in (cache_packed, cache_edges, architectures) for name, part in vars(module).items()}
+        parts[sys.argv[1]](sys.argv[2])

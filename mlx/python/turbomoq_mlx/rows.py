@@ -36,6 +36,8 @@ def cast(x: mx.array, dtype: mx.Dtype) -> mx.array:
         return x
     most = mx.finfo(dtype).max
     if mx.finfo(x.dtype).max > most:
+        # In f32: the limit of half floats is none of the numbers of bfloat16.
+        x = x.astype(mx.float32)
         x = mx.where(mx.isinf(x), x, mx.clip(x, -most, most))
     return x.astype(dtype)
 
