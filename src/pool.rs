@@ -11,11 +11,10 @@ mod parcel;
 mod table;
 
 pub use facts::{Agent, Label, Outcome, Spill, Stats};
-pub use parcel::Pooled;
 pub(crate) use parcel::body_bytes;
+pub use parcel::{Parcel, Pooled};
 
 use crate::error::{EVICTED, Error, Result};
-use parcel::Parcel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use table::{Incoming, Place, Request, Slot, Table, Terms};
 
@@ -115,7 +114,7 @@ impl<C: Pooled> MemoryPool<C> {
     /// # Errors
     /// As [`MemoryPool::get`] for `from` and [`MemoryPool::store`] for `to`.
     pub fn fork(&self, from: &str, to: &str) -> Result<Outcome> {
-        let parcel = self.parcel(from, true)?;
+        let parcel = self.parcel(from)?;
         self.put(to, &parcel, None)
     }
 
@@ -124,7 +123,7 @@ impl<C: Pooled> MemoryPool<C> {
     /// # Errors
     /// As [`MemoryPool::fork`]; `to` is then what it was, or no agent if it was none.
     pub fn fork_or_allocate(&self, from: &str, to: &str) -> Result<Outcome> {
-        let parcel = self.parcel(from, true)?;
+        let parcel = self.parcel(from)?;
         let (kind, priority) = {
             let mut table = self.lock();
             let slot = table.slot(from)?;
@@ -138,22 +137,31 @@ impl<C: Pooled> MemoryPool<C> {
     /// # Errors
     /// [`Error::NotHeld`] if the agent has none, the spill's own.
     pub fn get(&self, id: &str) -> Result<C> {
-        self.parcel(id, true)?.join()
+        self.parcel(id)?.join()
     }
 
-    /// As [`MemoryPool::get`], but no use: nothing of the pool changes, whatever the caller does next.
+    /// As [`MemoryPool::get`], in blocks: for who needs a part at a time.
     ///
     /// # Errors
     /// As [`MemoryPool::get`].
-    pub fn peek(&self, id: &str) -> Result<C> {
-        self.parcel(id, false)?.join()
+    pub fn parcel(&self, id: &str) -> Result<Arc<Parcel<C>>> {
+        self.find(id, true)
+    }
+
+    /// As [`MemoryPool::parcel`], but no use: nothing of the pool changes, whatever the caller does next.
+    ///
+    /// # Errors
+    /// As [`MemoryPool::get`].
+    pub fn peek(&self, id: &str) -> Result<Arc<Parcel<C>>> {
+        self.find(id, false)
     }
 
     /// The cache of an agent. `counts` is whether this is a use: it then stands last among those that have to leave, and comes back
     /// from the disk to memory if there is room.
-    fn parcel(&self, id: &str, counts: bool) -> Result<Arc<Parcel<C>>> {
+    fn find(&self, id: &str, counts: bool) -> Result<Arc<Parcel<C>>> {
         loop {
             let mut table = self.lock();
+            table.slot(id)?;
             if counts {
                 let now = table.tick();
                 table.slot(id)?.last_used = now;

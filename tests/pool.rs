@@ -220,7 +220,7 @@ fn run(calls: &[Call], spills: bool) {
     let mut model = Model::default();
     let name = |id: &u8| format!("agent {id}");
     for call in calls {
-        model.clock += 1;
+        model.clock += 2;
         let (before, now) = (model.clone(), model.clock);
         let store = |model: &Model, id: u8, blocks: &[u8]| -> Option<Model> {
             let mut next = model.clone();
@@ -249,7 +249,7 @@ fn run(calls: &[Call], spills: bool) {
                 let held = model.agents.get(id).and_then(|a| a.memory.as_ref().or(a.disk.as_ref()));
                 let before = (pool.stats(), pool.agents());
                 assert_eq!(
-                    pool.peek(&name(id)).ok().map(|c| bytes_of(&c)),
+                    pool.peek(&name(id)).and_then(|p| p.join()).ok().map(|c| bytes_of(&c)),
                     held.map(|b| bytes_of(&cache(b)))
                 );
                 assert_eq!(before, (pool.stats(), pool.agents()));
@@ -292,7 +292,7 @@ fn run(calls: &[Call], spills: bool) {
                 };
                 let mut next = model.clone();
                 let held = next.agents.get_mut(from).and_then(|a| {
-                    a.last = now;
+                    a.last = now - 1;
                     a.memory.clone().or(a.disk.clone())
                 });
                 if held.is_some()
@@ -606,7 +606,7 @@ fn answered_beside<R: Send>(
         } else {
             answered.recv().unwrap();
         }
-        let left = disk.after_crash().peek(id);
+        let left = disk.after_crash().get(id);
         (thread.join().unwrap(), left)
     })
 }
@@ -750,4 +750,13 @@ fn agents_that_lost_their_caches_keep_no_slot_for_ever() {
     };
     assert_eq!((reason("2998"), reason("0")), ("its cache was evicted", "not allocated"));
     assert!(pool.get("2999").is_ok());
+}
+
+#[test]
+fn a_cache_without_heads_is_one_block_however_many_tokens_it_claims() {
+    let none = Tensor::new(&[1, 0, 1 << 40, DIM], Vec::<f32>::new()).unwrap();
+    let cache = Compressor::new("uniform@8".parse().unwrap()).compress([(&none, &none)]).unwrap();
+    let pool = MemoryPool::new(usize::MAX);
+    assert!(pool.park("a", "", 1.0, cache).unwrap().bytes < 10_000);
+    assert_eq!(pool.get("a").unwrap().layers[0].key.shape, [1, 0, 1 << 40, DIM]);
 }

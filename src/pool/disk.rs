@@ -92,7 +92,7 @@ impl<C: Pooled> MemoryPool<C> {
                 let label = table.label_of_new(id, terms)?;
                 table.write(&label);
                 drop(table);
-                let saved = parcel.join().and_then(|cache| spill.save(&label, &cache));
+                let saved = spill.save_parcel(&label, parcel);
                 table = self.lock();
                 match saved {
                     Ok(bytes) => *written = Some((label, bytes)),
@@ -104,7 +104,7 @@ impl<C: Pooled> MemoryPool<C> {
             }
             let version = match written {
                 Some((label, bytes)) => (label.version, Some(*bytes)),
-                None => (table.tick(), None),
+                None => (table.next_version(), None),
             };
             let incoming = Some(Incoming { id, parcel, terms, version: Some(version) });
             let budget = table.budget;
@@ -129,7 +129,7 @@ impl<C: Pooled> MemoryPool<C> {
             let (label, parcel) = (slot.label(id), parcel.clone());
             table.write(&label);
             drop(table);
-            let mut saved = parcel.join().and_then(|cache| spill.save(&label, &cache));
+            let mut saved = spill.save_parcel(&label, &parcel);
             table = self.lock();
             if let Some(slot) = table.slots.get_mut(id).filter(|slot| slot.version == label.version) {
                 slot.saved = saved.as_ref().ok().copied();
@@ -165,7 +165,7 @@ impl<C: Pooled> MemoryPool<C> {
         }
         table.release(id);
         table.slots.remove(id);
-        let version = table.tick();
+        let version = table.next_version();
         drop(self.outlive(table, id, version));
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! `used` is the sum of what every cache in memory has for itself and of every block once. Nothing here waits or touches a disk.
 
 use super::parcel::{Block, Parcel};
-use super::{Agent, Label, Outcome, Stats};
+use super::{Label, Outcome, Stats};
 use crate::error::{Error, Result};
 use crate::policy::eviction::{Need, Resident, Shortfall, evict};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
@@ -56,8 +56,10 @@ pub(super) struct Table<C> {
     /// Versions of an agent's cache that are on their way to the disk, or on their way off it again.
     pub(super) writing: BTreeMap<String, BTreeSet<u64>>,
     shared: HashMap<u64, Vec<Shared>>,
-    used: usize,
-    clock: u64,
+    pub(super) used: usize,
+    pub(super) clock: u64,
+    /// The last version that was given out.
+    version: u64,
 }
 
 /// Type and priority of an agent whose cache comes in.
@@ -120,6 +122,7 @@ impl<C> Table<C> {
             shared: HashMap::new(),
             used: 0,
             clock: 0,
+            version: 0,
         }
     }
 
@@ -128,9 +131,15 @@ impl<C> Table<C> {
         self.clock
     }
 
-    /// The clock goes on behind the versions that lie on the disk.
+    /// Clock and versions go on behind those that lie on the disk.
     pub(super) fn advance(&mut self, version: u64) {
-        self.clock = self.clock.max(version);
+        (self.clock, self.version) = (self.clock.max(version), self.version.max(version));
+    }
+
+    /// A version above all others. It is no use of the pool: a cache that is refused has one too.
+    pub(super) fn next_version(&mut self) -> u64 {
+        self.version += 1;
+        self.version
     }
 
     pub(super) fn slot(&mut self, id: &str) -> Result<&mut Slot<C>> {
@@ -145,7 +154,7 @@ impl<C> Table<C> {
 
     /// The label of a cache that is about to be written in place of the one that an agent has.
     pub(super) fn label_of_new(&mut self, id: &str, terms: Option<Terms>) -> Result<Label> {
-        let version = self.tick();
+        let version = self.next_version();
         if let Some(Terms { kind, priority, .. }) = terms.filter(|t| t.renew || !self.slots.contains_key(id))
         {
             return Ok(Label { id: id.into(), kind: kind.into(), priority, version });
@@ -187,7 +196,7 @@ impl<C> Table<C> {
         parcel.blocks().map(of).collect()
     }
 
-    fn users(&self, block: &Arc<Block>) -> usize {
+    pub(super) fn users(&self, block: &Arc<Block>) -> usize {
         let list = self.shared.get(&block.hash());
         list.and_then(|l| l.iter().find(|s| Arc::ptr_eq(&s.block, block))).map_or(0, |s| s.users)
     }
@@ -354,42 +363,5 @@ impl<C> Table<C> {
             self.forget_lost();
         }
         Place::Done(outcome, stale)
-    }
-
-    /// Figures of the whole pool.
-    pub(super) fn stats(&self) -> Stats {
-        let held = self.slots.values();
-        let in_memory = || held.clone().filter(|s| s.parcel.is_some());
-        let alone: usize = in_memory().filter_map(|s| s.parcel.as_ref()).map(|p| p.alone()).sum();
-        Stats {
-            budget: self.budget,
-            used: self.used,
-            saved_by_sharing: alone - self.used,
-            agents: self.slots.len(),
-            in_memory: in_memory().count(),
-            on_disk: held.clone().filter(|s| s.saved.is_some()).count(),
-            disk_bytes: held.clone().filter_map(|s| s.saved).sum(),
-            ..self.stats
-        }
-    }
-
-    /// Figures of every agent.
-    pub(super) fn agents(&self) -> Vec<Agent> {
-        let shared = |p: &Parcel<C>| -> usize {
-            let blocks: BTreeSet<_> =
-                p.blocks().filter(|b| self.users(b) > 1).map(|b| (Arc::as_ptr(b), b.nbytes())).collect();
-            blocks.into_iter().map(|(_, bytes)| bytes).sum()
-        };
-        let agent = |(id, slot): (&String, &Slot<C>)| Agent {
-            id: id.clone(),
-            kind: slot.kind.clone(),
-            priority: slot.priority,
-            pinned: slot.pinned,
-            bytes: slot.parcel.as_ref().map(|p| p.alone()),
-            shared_bytes: slot.parcel.as_ref().map_or(0, |p| shared(p)),
-            disk_bytes: slot.saved,
-            idle: self.clock - slot.last_used,
-        };
-        self.slots.iter().map(agent).collect()
     }
 }

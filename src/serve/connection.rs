@@ -131,7 +131,7 @@ fn park(
     let archive = server.gate.run(|| -> Result<Archive> {
         let cache = PromptCache::read(path)?;
         // An agent that comes back keeps the codes of what it was given.
-        let before = server.pool.peek(id).ok();
+        let before = server.pool.peek(id).and_then(|parcel| parcel.join()).ok();
         Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())
     })?;
     let stats = archive.stats();
