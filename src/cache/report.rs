@@ -58,7 +58,20 @@ impl LayerReport {
 }
 
 impl<E: Engine + Clone> LayerCache<E> {
-    /// Bytes of every buffer, allocated rows that hold no token yet included.
+    /// Bytes that the tokens held need: exact rows, codes, scales and tables, however the tokens came. [`LayerCache::nbytes`] has the
+    /// rows that hold no token yet besides, and the queries that are kept until the first block leaves the window.
+    pub fn used_bytes(&self) -> usize {
+        let exact = [(&self.sinks, self.sinks_len), (&self.window, self.window_len)];
+        let rows = |(e, len): (&Option<Exact<E::Tensor>>, usize)| {
+            e.as_ref().map_or(0, |e| bytes_of_exact(e) / e.capacity.max(1) * len)
+        };
+        let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
+        let queries = self.queries.as_ref().map_or(0, E::Tensor::nbytes);
+        exact.into_iter().map(rows).sum::<usize>() + self.table_bytes() - queries + body.sum::<usize>()
+    }
+
+    /// Bytes that the cache holds: every buffer, allocated rows that hold no token yet included. What a trim has left in the buffer of
+    /// the window stays held for the tokens to come; [`LayerCache::used_bytes`] is without it.
     pub fn nbytes(&self) -> usize {
         let exact: usize = [&self.sinks, &self.window].into_iter().flatten().map(bytes_of_exact).sum();
         let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
