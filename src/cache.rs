@@ -11,9 +11,11 @@ mod append;
 mod capacity;
 mod consistent;
 mod heads;
+mod layer;
 mod mask;
 mod model;
 mod models;
+mod padding;
 mod report;
 mod state;
 mod tiers;
@@ -22,6 +24,7 @@ mod undo;
 
 pub use capacity::{Plan, PlanPart};
 pub use heads::HeadGroups;
+pub use layer::LayerCache;
 pub use mask::Mask;
 pub use model::KvCache;
 pub use models::{Claim, Model, ModelPlan, Sliding, models};
@@ -34,6 +37,7 @@ use crate::codec::Codec;
 use crate::codes::{Buffer, Frame};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::policy::Block;
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;
@@ -57,9 +61,9 @@ struct Exact<T> {
     capacity: usize,
 }
 
-/// The cache of one layer.
+/// The cache of sequences of one length in one layer.
 #[derive(Clone, Debug)]
-pub struct LayerCache<E: Engine> {
+struct SequenceCache<E: Engine> {
     engine: E,
     recipe: Recipe,
     shape: LayerShape,
@@ -77,29 +81,23 @@ pub struct LayerCache<E: Engine> {
     tiers: Option<tiers::Tiers>,
 }
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// An empty cache for one layer of a model.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the recipe has no form for these head dims.
-    pub fn new(engine: E, recipe: &Recipe, layer: usize, shape: LayerShape) -> Result<LayerCache<E>> {
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`LayerCache::new`].
+    pub fn new(engine: E, recipe: &Recipe, layer: usize, shape: LayerShape) -> Result<SequenceCache<E>> {
         let codec = |side, dim| -> Result<Option<Arc<Codec>>> {
             recipe.spec(side, layer, dim)?.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
         };
         let codecs = [codec(Side::Key, shape.key_dim)?, codec(Side::Value, shape.value_dim)?];
-        LayerCache::with_codecs(engine, recipe.clone(), shape, codecs)
+        SequenceCache::with_codecs(engine, recipe.clone(), shape, codecs)
     }
 
-    /// An empty cache with given codecs, for calibrated levels.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if a codec is made for another head dim.
+    /// See [`LayerCache::with_codecs`].
     pub fn with_codecs(
         engine: E,
         recipe: Recipe,
         shape: LayerShape,
         codecs: [Option<Arc<Codec>>; 2],
-    ) -> Result<LayerCache<E>> {
+    ) -> Result<SequenceCache<E>> {
         for (codec, dim) in codecs.iter().zip([shape.key_dim, shape.value_dim]) {
             if let Some(codec) = codec
                 && codec.spec().head_dim != dim
@@ -108,7 +106,7 @@ impl<E: Engine + Clone> LayerCache<E> {
                 return Err(Error::Unsupported { field: "codec", value: codec.spec().to_string(), reason });
             }
         }
-        Ok(LayerCache {
+        Ok(SequenceCache {
             engine,
             recipe,
             shape,
@@ -125,7 +123,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         })
     }
 
-    /// Tokens appended so far less those trimmed: the position of the next token. Eviction does not change it.
+    /// See [`LayerCache::offset`].
     pub fn offset(&self) -> usize {
         self.offset
     }
@@ -148,49 +146,6 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// The recipe.
     pub fn recipe(&self) -> &Recipe {
         &self.recipe
-    }
-
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if they do not fit what the cache holds; the cache is then as it was.
-    pub fn update_and_fetch(
-        &mut self,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-    ) -> Result<(E::Tensor, E::Tensor)> {
-        self.check(keys, values)?;
-        self.all_or_nothing(|cache, undo| {
-            cache.append_all(undo, keys, values)?;
-            cache.fetch()
-        })
-    }
-
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
-    ///
-    /// # Errors
-    /// As [`LayerCache::update_and_fetch`].
-    pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
-        self.check(keys, values)?;
-        self.all_or_nothing(|cache, undo| cache.append_all(undo, keys, values))
-    }
-
-    /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.
-    ///
-    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the call is then cut at block
-    /// borders, and every query sees what it would have seen had the tokens come one by one.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit; the cache is then as it was.
-    pub fn update_and_attend(
-        &mut self,
-        queries: &E::Tensor,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-        rules: &Rules<E::Tensor>,
-    ) -> Result<E::Tensor> {
-        self.check_attend(queries, keys, values, rules)?;
-        self.all_or_nothing(|cache, undo| cache.append_and_attend(undo, queries, keys, values, rules))
     }
 
     /// Checks the arrays of [`LayerCache::update_and_attend`].
@@ -259,18 +214,12 @@ impl<E: Engine + Clone> LayerCache<E> {
         if parts.len() == 1 { Ok(parts[0].clone()) } else { E::Tensor::concat(3, &parts) }
     }
 
-    /// Attends without appending.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit, or the cache is empty.
+    /// See [`LayerCache::attend`].
     pub fn attend(&self, queries: &E::Tensor, rules: &Rules<E::Tensor>) -> Result<E::Tensor> {
         self.engine.attend(&self.segments(), queries, rules)
     }
 
-    /// All keys and values dense, in the dtype they came in.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if the cache has never held a token.
+    /// See [`LayerCache::fetch`].
     pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
         let Some(window) = &self.window else {
             return Err(Error::Shape { what: "cache", expected: "at least one append".into(), got: vec![0] });
@@ -288,7 +237,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok((E::Tensor::concat(2, &keys)?, E::Tensor::concat(2, &values)?))
     }
 
-    /// The parts in token order. Buffers are shared, not copied.
+    /// See [`LayerCache::segments`].
     pub fn segments(&self) -> Vec<Segment<E::Tensor>> {
         let exact = |e: &Exact<E::Tensor>, len: usize, start: usize| Segment {
             start,
@@ -304,6 +253,15 @@ impl<E: Engine + Clone> LayerCache<E> {
             list.push(exact(window, self.window_len, self.offset - self.window_len));
         }
         list
+    }
+
+    /// Makes the empty window, which tells dtype and heads, before the first token.
+    fn open(&mut self, undo: &mut Undo<E::Tensor>, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
+        if self.window.is_none() {
+            let empty = self.room(keys, values, 0)?;
+            undo.replace_window(self, empty);
+        }
+        Ok(())
     }
 
     /// Checks new tokens against the cache and gives their number.

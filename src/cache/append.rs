@@ -1,7 +1,7 @@
 //! How tokens enter a cache: sinks first, then the window, and from the window into packed blocks.
 
 use super::undo::Undo;
-use super::{Exact, LayerCache};
+use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -23,7 +23,7 @@ pub(super) fn rows_for(needed: usize, most: usize) -> usize {
 /// held twice for a moment, 3 % of a cache of 32K tokens.
 const SEGMENT: usize = 2048;
 
-impl<E: Engine + Clone> LayerCache<E> {
+impl<E: Engine + Clone> SequenceCache<E> {
     /// Appends checked tokens.
     pub(super) fn append_all(
         &mut self,
@@ -59,13 +59,7 @@ impl<E: Engine + Clone> LayerCache<E> {
                 undo.replace_sinks(self, grown);
             }
             write(&self.engine, self.sinks.as_mut(), len, &k, &v)?;
-            if self.window.is_none() {
-                // An empty window tells the dtype and the heads from now on.
-                let (k, v) = (k.slice(2, 0, 0)?, v.slice(2, 0, 0)?);
-                if let Some(empty) = self.grown(None, 0, self.full_window(), &k, &v)? {
-                    undo.replace_window(self, empty);
-                }
-            }
+            self.open(undo, &k, &v)?;
             self.sinks_len += n;
             self.offset += n;
             return Ok(n);
@@ -147,7 +141,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
     }
 
-    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`LayerCache::append`] are not known.
+    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`super::LayerCache::append`] are not known.
     pub(super) fn keep_queries(&mut self, queries: &E::Tensor) -> Result<()> {
         let wanted = self.frame_codecs()[0].as_ref().is_some_and(|codec| codec.spec().equalised);
         if self.frames.is_none() && wanted {

@@ -3,7 +3,7 @@
 //! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
 //! belong to the codecs, and a policy's blocks are those of the body.
 
-use super::LayerCache;
+use super::SequenceCache;
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Frame, check_dtypes};
@@ -11,10 +11,10 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// Positions up to which a cache can be put together; sums of two cannot overflow.
-const MOST_TOKENS: usize = 1 << 48;
+/// Positions up to which a cache can be put together: those that an engine can count.
+pub(super) const MOST_TOKENS: usize = i32::MAX as usize;
 
-impl<E: Engine + Clone> LayerCache<E> {
+impl<E: Engine + Clone> SequenceCache<E> {
     /// Checks the parts of a cache against one another.
     ///
     /// # Errors

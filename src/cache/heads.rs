@@ -3,7 +3,7 @@
 //! Heads never meet inside attention, so a layer is the sum of its groups: new rows are dealt out to them, and what they answer is
 //! put back in the order of the query heads. A layer of one width is one group, and nothing is dealt out.
 
-use super::undo::Undo;
+use super::undo::LayerUndo;
 use super::{LayerCache, LayerReport, LayerShape};
 use crate::attention::Rules;
 use crate::codes::Buffer;
@@ -61,6 +61,18 @@ impl<E: Engine + Clone> HeadGroups<E> {
         Ok(HeadGroups { groups: groups.collect::<Result<_>>()?, kv_heads: self.kv_heads })
     }
 
+    /// Tells every group the padding of the batch, see [`LayerCache::with_left_padding`].
+    ///
+    /// # Errors
+    /// As [`LayerCache::with_left_padding`].
+    pub fn with_left_padding(self, padding: Vec<usize>) -> Result<HeadGroups<E>> {
+        let groups = self
+            .groups
+            .into_iter()
+            .map(|(heads, cache)| Ok((heads, cache.with_left_padding(padding.clone())?)));
+        Ok(HeadGroups { groups: groups.collect::<Result<_>>()?, kv_heads: self.kv_heads })
+    }
+
     /// KV heads and cache of each group.
     pub fn groups(&self) -> impl Iterator<Item = (&[usize], &LayerCache<E>)> {
         self.groups.iter().map(|(heads, cache)| (&heads[..], cache))
@@ -101,7 +113,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// Appends checked tokens to every group.
     fn append_all(
         &mut self,
-        undo: &mut [Undo<E::Tensor>],
+        undo: &mut [LayerUndo<E::Tensor>],
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<()> {
@@ -114,9 +126,9 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// Runs a call that changes the groups; if it fails in one of them, all are as they were.
     fn all_or_nothing<R>(
         &mut self,
-        call: impl FnOnce(&mut Self, &mut [Undo<E::Tensor>]) -> Result<R>,
+        call: impl FnOnce(&mut Self, &mut [LayerUndo<E::Tensor>]) -> Result<R>,
     ) -> Result<R> {
-        let mut undo: Vec<_> = self.groups.iter().map(|g| Undo::new(&g.1)).collect();
+        let mut undo: Vec<_> = self.groups.iter().map(|g| LayerUndo::new(&g.1)).collect();
         let done = call(self, &mut undo);
         if done.is_err() {
             self.groups.iter_mut().zip(undo).for_each(|(g, undo)| g.1.restore(undo));

@@ -5,7 +5,7 @@
 
 use super::consistent::misfit;
 use super::tiers::Held;
-use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape};
+use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -82,11 +82,8 @@ struct TierMeta {
 const VERSION: u32 = 1;
 const SIDES: [&str; 2] = ["keys", "values"];
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// The cache taken apart; [`LayerCache::from_state`] puts it together.
-    ///
-    /// # Errors
-    /// The engine's own.
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`LayerCache::state`].
     pub fn state(&self) -> Result<State<E::Tensor>> {
         let mut arrays = BTreeMap::new();
         let exact = [("sinks", &self.sinks, self.sinks_len), ("window", &self.window, self.window_len)];
@@ -155,12 +152,8 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(State { arrays, meta })
     }
 
-    /// A cache from what [`LayerCache::state`] gave; it goes on as the first one would have.
-    ///
-    /// # Errors
-    /// [`Error::Parse`] if the text is not one of this version, an array is missing, or the numbers contradict the arrays;
-    /// [`Error::Shape`] if an array does not fit its codec.
-    pub fn from_state(engine: E, state: &State<E::Tensor>) -> Result<LayerCache<E>> {
+    /// See [`LayerCache::from_state`].
+    pub fn from_state(engine: E, state: &State<E::Tensor>) -> Result<SequenceCache<E>> {
         let meta: Meta = serde_json::from_str(&state.meta).map_err(|e| misfit(e.to_string()))?;
         if meta.version != VERSION {
             return Err(misfit(format!("version {}, this program reads {VERSION}", meta.version)));
@@ -182,7 +175,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         };
         let codecs = [codec(0)?, codec(1)?];
         let shape = LayerShape { key_dim: meta.dims[0], value_dim: meta.dims[1] };
-        let mut cache = LayerCache::with_codecs(engine, meta.recipe, shape, codecs)?;
+        let mut cache = SequenceCache::with_codecs(engine, meta.recipe, shape, codecs)?;
         let mut known: Vec<Arc<Codec>> = cache.codecs.iter().flatten().cloned().collect();
         if let Some(tiers) = meta.tiers {
             cache = cache.with_tiers(&tiers.policy, tiers.observe_every)?;
@@ -285,16 +278,17 @@ impl<E: Engine + Clone> HeadGroups<E> {
             return Err(misfit(format!("{} groups are not of heads {:?}", caches.len(), state.heads)));
         }
         let groups: Vec<_> = state.heads.iter().cloned().zip(caches).collect();
-        let held =
-            |cache: &LayerCache<E>| cache.window.as_ref().map(|w| [w.keys.shape()[0], w.keys.shape()[1]]);
-        let batch = |cache: &LayerCache<E>| held(cache).map(|h| h[0]);
         let first = &groups[0].1;
+        let shape = |cache: &LayerCache<E>| cache.groups[0].cache.shape;
         for (heads, cache) in &groups {
-            let found = held(cache).map_or(heads.len(), |h| h[1]);
-            let alike =
-                cache.offset == first.offset && batch(cache) == batch(first) && cache.shape == first.shape;
-            if heads.is_empty() || found != heads.len() || !alike {
-                let found = format!("{found} heads, {:?} sequences, offset {}", batch(cache), cache.offset);
+            let found = cache.heads().map_or(heads.len(), |[_, heads]| heads);
+            let batch = |cache: &LayerCache<E>| cache.heads().map(|[batch, _]| batch);
+            if cache.left_padding() != first.left_padding() {
+                return Err(misfit(format!("the group of heads {heads:?} has another left padding")));
+            }
+            let alike = cache.offset() == first.offset() && batch(cache) == batch(first);
+            if heads.is_empty() || found != heads.len() || !alike || shape(cache) != shape(first) {
+                let found = format!("{found} heads, {:?} sequences, offset {}", batch(cache), cache.offset());
                 return Err(misfit(format!("the group of heads {heads:?} has {found}")));
             }
         }

@@ -5,7 +5,7 @@
 //! that a block is joined to would double the bytes that a join holds twice for a moment.
 
 use super::tiers::Held;
-use super::{Exact, LayerCache};
+use super::{Exact, LayerCache, SequenceCache};
 use crate::attention::{Segment, Stored, cut};
 use crate::codes::{Buffer, Codes};
 use crate::engine::Engine;
@@ -39,7 +39,7 @@ struct Observed {
 
 impl<T: Buffer> Undo<T> {
     /// What `cache` is now.
-    pub(super) fn new<E: Engine<Tensor = T>>(cache: &LayerCache<E>) -> Undo<T> {
+    pub(super) fn new<E: Engine<Tensor = T>>(cache: &SequenceCache<E>) -> Undo<T> {
         Undo {
             offset: cache.offset,
             sinks_len: cache.sinks_len,
@@ -54,19 +54,27 @@ impl<T: Buffer> Undo<T> {
     }
 
     /// Puts other sinks in place.
-    pub(super) fn replace_sinks<E: Engine<Tensor = T>>(&mut self, cache: &mut LayerCache<E>, by: Exact<T>) {
+    pub(super) fn replace_sinks<E: Engine<Tensor = T>>(
+        &mut self,
+        cache: &mut SequenceCache<E>,
+        by: Exact<T>,
+    ) {
         let before = cache.sinks.replace(by);
         self.sinks.get_or_insert(before);
     }
 
     /// Puts another window in place.
-    pub(super) fn replace_window<E: Engine<Tensor = T>>(&mut self, cache: &mut LayerCache<E>, by: Exact<T>) {
+    pub(super) fn replace_window<E: Engine<Tensor = T>>(
+        &mut self,
+        cache: &mut SequenceCache<E>,
+        by: Exact<T>,
+    ) {
         let before = cache.window.replace(by);
         self.window.get_or_insert(before);
     }
 
     /// To be called before blocks are put behind the body.
-    pub(super) fn lengthens_body<E: Engine<Tensor = T>>(&mut self, cache: &LayerCache<E>) {
+    pub(super) fn lengthens_body<E: Engine<Tensor = T>>(&mut self, cache: &SequenceCache<E>) {
         let last = cache.body.last().map_or(0, |s| s.keys.len());
         self.body.get_or_insert(Body::Lengths(cache.body.len(), last));
     }
@@ -74,7 +82,7 @@ impl<T: Buffer> Undo<T> {
     /// Puts another body in place.
     pub(super) fn replace_body<E: Engine<Tensor = T>>(
         &mut self,
-        cache: &mut LayerCache<E>,
+        cache: &mut SequenceCache<E>,
         by: Vec<Segment<T>>,
     ) {
         let before = std::mem::replace(&mut cache.body, by);
@@ -82,7 +90,7 @@ impl<T: Buffer> Undo<T> {
     }
 
     /// To be called before what the tiers have observed changes.
-    pub(super) fn changes_tiers<E: Engine<Tensor = T>>(&mut self, cache: &LayerCache<E>) {
+    pub(super) fn changes_tiers<E: Engine<Tensor = T>>(&mut self, cache: &SequenceCache<E>) {
         if let Some(tiers) = cache.tiers.as_ref().filter(|_| self.tiers.is_none()) {
             let blocks = tiers.blocks.clone();
             self.tiers = Some(Observed { blocks, exact: tiers.exact, unobserved: tiers.unobserved });
@@ -90,13 +98,27 @@ impl<T: Buffer> Undo<T> {
     }
 }
 
+/// What the groups of sequences of a layer were before a call.
+pub(super) struct LayerUndo<T> {
+    pub(super) groups: Vec<Undo<T>>,
+    padded_offset: usize,
+}
+
+impl<T: Buffer> LayerUndo<T> {
+    /// What `cache` is now.
+    pub(super) fn new<E: Engine<Tensor = T>>(cache: &LayerCache<E>) -> LayerUndo<T> {
+        let groups = cache.groups.iter().map(|g| Undo::new(&g.cache)).collect();
+        LayerUndo { groups, padded_offset: cache.padded_offset }
+    }
+}
+
 impl<E: Engine + Clone> LayerCache<E> {
     /// Runs a call that changes the cache; if it fails, the cache is as it was.
     pub(super) fn all_or_nothing<R>(
         &mut self,
-        call: impl FnOnce(&mut Self, &mut Undo<E::Tensor>) -> Result<R>,
+        call: impl FnOnce(&mut Self, &mut LayerUndo<E::Tensor>) -> Result<R>,
     ) -> Result<R> {
-        let mut undo = Undo::new(self);
+        let mut undo = LayerUndo::new(self);
         let done = call(self, &mut undo);
         if done.is_err() {
             self.restore(undo);
@@ -104,8 +126,16 @@ impl<E: Engine + Clone> LayerCache<E> {
         done
     }
 
+    /// Makes the cache what it was.
+    pub(super) fn restore(&mut self, undo: LayerUndo<E::Tensor>) {
+        self.padded_offset = undo.padded_offset;
+        self.groups.iter_mut().zip(undo.groups).for_each(|(g, undo)| g.cache.restore(undo));
+    }
+}
+
+impl<E: Engine + Clone> SequenceCache<E> {
     /// Makes the cache what it was. Cannot fail, since it runs after a failure.
-    pub(super) fn restore(&mut self, undo: Undo<E::Tensor>) {
+    fn restore(&mut self, undo: Undo<E::Tensor>) {
         (self.offset, self.sinks_len, self.window_len) = (undo.offset, undo.sinks_len, undo.window_len);
         self.queries = undo.queries;
         if !undo.framed {
