@@ -353,7 +353,3 @@ class TurboMoqCache:
     def __getstate__(self) -> dict[str, Any]:
         # What a call has fetched is that call's.
         return self.__dict__ | {"_fetched": None}
-
-
-# mlx-lm looks the classes of a saved cache up among its own names.
-mlx_cache.TurboMoqCache = TurboMoqCache
