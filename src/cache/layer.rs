@@ -119,7 +119,14 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.groups[0].cache.recipe()
     }
 
-    /// Bytes of every buffer, allocated rows that hold no token yet included.
+    /// Bytes that the tokens held need: exact rows, codes, scales and tables, however the tokens came. [`LayerCache::nbytes`] has the
+    /// rows that hold no token yet besides, and the queries that are kept until the first block leaves the window.
+    pub fn used_bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.cache.used_bytes()).sum()
+    }
+
+    /// Bytes that the cache holds: every buffer, allocated rows that hold no token yet included. What a trim has left in the buffer of
+    /// the window stays held for the tokens to come; [`LayerCache::used_bytes`] is without it.
     pub fn nbytes(&self) -> usize {
         self.groups.iter().map(|g| g.cache.nbytes()).sum()
     }
@@ -133,11 +140,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.update_and_fetch(keys, values);
-        }
-        self.append(keys, values)?;
-        self.fetch()
+        self.check(keys, values)?;
+        self.all_or_nothing(|layer, undo| {
+            layer.append_all(undo, keys, values)?;
+            layer.fetch()
+        })
     }
 
     /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
@@ -145,26 +152,15 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// # Errors
     /// As [`LayerCache::update_and_fetch`].
     pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.append(keys, values);
-        }
-        let total = self.check(keys, values)?;
-        let offset = self.padded_offset;
-        self.each(|g| {
-            let from = g.padding.saturating_sub(offset).min(total);
-            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
-            let (keys, values) = (new(keys)?, new(values)?);
-            g.cache.open(&keys, &values)?;
-            g.cache.append(&keys, &values)
-        })?;
-        self.padded_offset += total;
-        Ok(())
+        self.check(keys, values)?;
+        self.all_or_nothing(|layer, undo| layer.append_all(undo, keys, values))
     }
 
     /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.
     ///
-    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the call is then cut at block
-    /// borders, and every query sees what it would have seen had the tokens come one by one. A query at a position of padding gives zeros.
+    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the
+    /// call is then cut at block borders, and every query sees what it would have seen had the tokens come one by one. A query at a
+    /// position of padding gives zeros.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit; the cache is then as it was.
@@ -175,30 +171,8 @@ impl<E: Engine + Clone> LayerCache<E> {
         values: &E::Tensor,
         rules: &Rules<E::Tensor>,
     ) -> Result<E::Tensor> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.update_and_attend(queries, keys, values, rules);
-        }
-        let total = self.check(keys, values)?;
-        let offset = self.padded_offset;
-        self.check_queries(queries, rules, offset + total)?;
-        if queries.shape()[2] != total || total == 0 {
-            let expected = format!("[B, Hq, {total}, D] with at least one token");
-            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
-        }
-        let outs = self.each(|g| {
-            let from = g.padding.saturating_sub(offset).min(total);
-            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
-            let (q, keys, values) = (new(queries)?, new(keys)?, new(values)?);
-            let rules = g.rules(rules, from, &[(g.padding, offset + total)])?;
-            g.cache.open(&keys, &values)?;
-            let out = match total - from {
-                0 => None,
-                _ => Some(g.cache.update_and_attend(&q, &keys, &values, &rules)?),
-            };
-            g.behind_zeros(&q, from, out)
-        })?;
-        self.padded_offset += total;
-        self.put_back(&outs)
+        self.check_attend(queries, keys, values, rules)?;
+        self.all_or_nothing(|layer, undo| layer.append_and_attend(undo, queries, keys, values, rules))
     }
 
     /// Attends without appending.
@@ -257,10 +231,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         }
         let n = n.min(self.padded_offset);
         let target = self.padded_offset - n;
-        self.each(|g| {
-            g.cache.trim(g.cache.offset() - target.saturating_sub(g.padding).min(g.cache.offset()))
-        })?;
-        self.padded_offset = target;
+        let mut groups = self.groups.clone();
+        for g in &mut groups {
+            g.cache.trim(g.cache.offset().saturating_sub(target.saturating_sub(g.padding)))?;
+        }
+        (self.groups, self.padded_offset) = (groups, target);
         Ok(n)
     }
 

@@ -1,7 +1,8 @@
 //! How a padded batch is dealt out to its groups of sequences, and put together again.
 
-use super::state::misfit;
-use super::{LayerCache, LayerReport, SequenceCache, State};
+use super::consistent::misfit;
+use super::undo::Undo;
+use super::{LayerCache, LayerReport, LayerShape, SequenceCache, State};
 use crate::attention::{Rules, positions};
 use crate::codes::Buffer;
 use crate::engine::Engine;
@@ -33,6 +34,12 @@ impl<E: Engine> From<SequenceCache<E>> for LayerCache<E> {
         let groups = vec![Group { sequences: vec![], padding: 0, cache }];
         LayerCache { groups, padding: vec![], padded_offset: 0 }
     }
+}
+
+/// What the groups of a layer were before a call.
+pub(super) struct LayerUndo<T> {
+    pub(super) groups: Vec<Undo<T>>,
+    padded_offset: usize,
 }
 
 impl<E: Engine + Clone> Group<E> {
@@ -151,12 +158,100 @@ impl<E: Engine + Clone> Group<E> {
 }
 
 impl<E: Engine + Clone> LayerCache<E> {
-    /// Does the same for every group. On an error all of them are as they were.
-    pub(super) fn each<R>(&mut self, mut f: impl FnMut(&mut Group<E>) -> Result<R>) -> Result<Vec<R>> {
-        let mut groups = self.groups.clone();
-        let results = groups.iter_mut().map(&mut f).collect::<Result<Vec<_>>>()?;
-        self.groups = groups;
-        Ok(results)
+    /// What the groups are now, for a call that may fail.
+    pub(super) fn undo(&self) -> LayerUndo<E::Tensor> {
+        let groups = self.groups.iter().map(|g| Undo::new(&g.cache)).collect();
+        LayerUndo { groups, padded_offset: self.padded_offset }
+    }
+
+    /// Makes the groups what they were.
+    pub(super) fn restore(&mut self, undo: LayerUndo<E::Tensor>) {
+        self.padded_offset = undo.padded_offset;
+        self.groups.iter_mut().zip(undo.groups).for_each(|(g, undo)| g.cache.restore(undo));
+    }
+
+    /// Runs a call that changes the cache; if it fails, the cache is as it was.
+    pub(super) fn all_or_nothing<R>(
+        &mut self,
+        call: impl FnOnce(&mut Self, &mut LayerUndo<E::Tensor>) -> Result<R>,
+    ) -> Result<R> {
+        let mut undo = self.undo();
+        let done = call(self, &mut undo);
+        if done.is_err() {
+            self.restore(undo);
+        }
+        done
+    }
+
+    /// Appends checked tokens to every group.
+    pub(super) fn append_all(
+        &mut self,
+        undo: &mut LayerUndo<E::Tensor>,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+    ) -> Result<()> {
+        if self.padding.is_empty() {
+            return self.groups[0].cache.append_all(&mut undo.groups[0], keys, values);
+        }
+        let (offset, total) = (self.padded_offset, keys.shape()[2]);
+        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
+            let from = g.padding.saturating_sub(offset).min(total);
+            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
+            let (keys, values) = (new(keys)?, new(values)?);
+            g.cache.open(undo, &keys, &values)?;
+            g.cache.append_all(undo, &keys, &values)?;
+        }
+        self.padded_offset += total;
+        Ok(())
+    }
+
+    /// Checks the arrays of [`LayerCache::update_and_attend`].
+    pub(super) fn check_attend(
+        &self,
+        queries: &E::Tensor,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        rules: &Rules<E::Tensor>,
+    ) -> Result<()> {
+        if self.padding.is_empty() {
+            return self.groups[0].cache.check_attend(queries, keys, values, rules);
+        }
+        let total = self.check(keys, values)?;
+        if queries.shape().get(2) != Some(&total) || total == 0 {
+            let expected = format!("[B, Hq, {total}, D] with at least one token");
+            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
+        }
+        self.check_queries(queries, rules, self.padded_offset + total)
+    }
+
+    /// Appends checked tokens and attends with their queries.
+    pub(super) fn append_and_attend(
+        &mut self,
+        undo: &mut LayerUndo<E::Tensor>,
+        queries: &E::Tensor,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        rules: &Rules<E::Tensor>,
+    ) -> Result<E::Tensor> {
+        if self.padding.is_empty() {
+            let (cache, undo) = (&mut self.groups[0].cache, &mut undo.groups[0]);
+            return cache.append_and_attend(undo, queries, keys, values, rules);
+        }
+        let (offset, total, mut outs) = (self.padded_offset, keys.shape()[2], vec![]);
+        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
+            let from = g.padding.saturating_sub(offset).min(total);
+            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
+            let (q, keys, values) = (new(queries)?, new(keys)?, new(values)?);
+            let rules = g.rules(rules, from, &[(g.padding, offset + total)])?;
+            g.cache.open(undo, &keys, &values)?;
+            let out = match total - from {
+                0 => None,
+                _ => Some(g.cache.append_and_attend(undo, &q, &keys, &values, &rules)?),
+            };
+            outs.push(g.behind_zeros(&q, from, out)?);
+        }
+        self.padded_offset += total;
+        self.put_back(&outs)
     }
 
     /// Puts what the groups give in the order of the sequences.
@@ -207,7 +302,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     ) -> Result<()> {
         let (batch, q) = (self.padding.len(), queries.shape());
         let dim = self.groups[0].cache.shape.key_dim;
-        if q.len() != 4 || q[0] != batch || q[3] != dim {
+        if q.len() != 4 || q[0] != batch || q[1] == 0 || q[3] != dim {
             return Err(Error::Shape {
                 what: "queries",
                 expected: format!("[{batch}, Hq, L, {dim}]"),
@@ -225,6 +320,11 @@ impl<E: Engine + Clone> LayerCache<E> {
             return Err(Error::Shape { what: "left padding", expected, got });
         }
         Ok(())
+    }
+
+    /// Channels of keys and values.
+    pub(super) fn shape(&self) -> LayerShape {
+        self.groups[0].cache.shape
     }
 
     /// Sequences and KV heads, once the cache has been appended to.
