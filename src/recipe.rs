@@ -55,7 +55,7 @@ pub const PRESETS: [(&str, &str); 8] = [
 pub const MOST_EXACT_TOKENS: usize = 1 << 26;
 /// Draft tokens of a recipe that does not say how many.
 const DRAFT: usize = 16;
-/// Greatest `draft` of a recipe: a block of tokens, so that one border at most lies among them.
+/// Greatest `draft` of a recipe: the tokens of a block.
 pub const MOST_DRAFT: usize = 128;
 
 /// Head dim for which a recipe's specs are written down.
@@ -93,7 +93,8 @@ impl Recipe {
 
     fn check_exact_tokens(&self) -> Result<()> {
         let exact = |field, tokens| (field, tokens, MOST_EXACT_TOKENS);
-        let bounds = [exact("sinks", self.sinks), exact("window", self.window), ("draft", self.draft, MOST_DRAFT)];
+        let bounds =
+            [exact("sinks", self.sinks), exact("window", self.window), ("draft", self.draft, MOST_DRAFT)];
         for (field, tokens, most) in bounds {
             if tokens > most {
                 let reason = format!("at most {most} tokens");

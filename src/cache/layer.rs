@@ -101,7 +101,7 @@ impl<E: Engine + Clone> LayerCache<E> {
 
     /// Positions held: those of tokens that a sequence holds, and of padding.
     pub fn len(&self) -> usize {
-        if self.padding.is_empty() { self.groups[0].cache.len() } else { self.positions().len() }
+        if self.padding.is_empty() { self.groups[0].cache.len() } else { self.positions(|_| &[]).len() }
     }
 
     /// Whether no token is held.
@@ -120,7 +120,8 @@ impl<E: Engine + Clone> LayerCache<E> {
     }
 
     /// Bytes that the tokens held need: exact rows, codes, scales and tables, however the tokens came. [`LayerCache::nbytes`] has the
-    /// rows that hold no token yet besides, and the queries that are kept until the first block leaves the window.
+    /// rows that hold no token yet besides, the queries that are kept until the first block leaves the window, and what is kept so that
+    /// the newest block can be taken back.
     pub fn used_bytes(&self) -> usize {
         self.groups.iter().map(|g| g.cache.used_bytes()).sum()
     }
@@ -131,7 +132,9 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.groups.iter().map(|g| g.cache.nbytes()).sum()
     }
 
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right.
+    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right. Tokens
+    /// that a policy drops at this call are given once more, at their places; [`LayerCache::make_mask`] hides them from the queries that
+    /// come after.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if they do not fit what the cache holds; the cache is then as it was.
@@ -141,10 +144,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
         self.check(keys, values)?;
-        self.all_or_nothing(|layer, undo| {
-            layer.append_all(undo, keys, values)?;
-            layer.fetch()
-        })
+        self.all_or_nothing(|layer, undo| layer.append_and_fetch(undo, keys, values))
     }
 
     /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
@@ -183,7 +183,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         if self.padding.is_empty() {
             return self.groups[0].cache.attend(queries, rules);
         }
-        let positions = self.positions();
+        let positions = self.positions(|_| &[]);
         self.check_queries(queries, rules, positions.len())?;
         let l = queries.shape()[2];
         if l > positions.len() || positions.is_empty() {
@@ -195,7 +195,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             let q = g.sequences_of(queries)?.slice(2, from, l)?;
             let out = match l - from {
                 0 => None,
-                _ => Some(g.cache.attend(&q, &g.rules(rules, from, &g.held_runs(&positions))?)?),
+                _ => Some(g.cache.attend(&q, &g.rules(rules, from, &g.held_runs(&positions, &[]))?)?),
             };
             g.behind_zeros(&q, from, out)
         };
@@ -208,17 +208,16 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// # Errors
     /// [`Error::Shape`] if the cache has never held a token.
     pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.fetch();
-        }
-        let positions = self.positions();
-        let parts = self.groups.iter().map(|g| g.fetch(&positions)).collect::<Result<Vec<_>>>()?;
-        let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Ok((self.put_back(&keys)?, self.put_back(&values)?))
+        self.fetch_with(|_| &[])
     }
 
     /// Drops the last `n` tokens, exact or packed, and says how many were dropped (all, if there are fewer). Tokens that a tier policy
-    /// evicted count with the rest: the next token has position `offset - n`. They do not come back.
+    /// evicted count with the rest: the next token has position `offset - n`. They do not come back, unless they left within `draft`.
+    ///
+    /// Of the newest [`Recipe::draft`] tokens any number can be trimmed, in any pieces, and leaves no trace: the cache is bit for bit
+    /// what it was before they came, even where a block was packed, a frame was made or a policy decided in between. That holds at every
+    /// offset from which no more than `draft` tokens were appended and trimmed again at a time. Beyond them, tokens that were packed go
+    /// back to the window as they decode.
     ///
     /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
     /// [`crate::attention::Rules::mask`].

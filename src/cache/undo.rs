@@ -4,13 +4,16 @@
 //! buffer that is replaced moves in here until the call ends. Of a body without tiers only the lengths are kept: holding the segment
 //! that a block is joined to would double the bytes that a join holds twice for a moment.
 
-use super::tiers::Held;
+use super::draft::Border;
+use super::tiers::{Held, Seen};
 use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored, cut};
 use crate::codes::{Buffer, Codes};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::policy::Ema;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// What the parts of a cache were before a call.
 pub(super) struct Undo<T> {
@@ -19,6 +22,10 @@ pub(super) struct Undo<T> {
     window_len: usize,
     framed: bool,
     queries: Option<T>,
+    asked: Vec<Range<usize>>,
+    border: Option<Arc<Border<T>>>,
+    /// Segments that the call has dropped, if they are asked for.
+    evicted: Option<Vec<Segment<T>>>,
     sinks: Option<Option<Exact<T>>>,
     window: Option<Option<Exact<T>>>,
     body: Option<Body<T>>,
@@ -35,6 +42,7 @@ struct Observed {
     blocks: Vec<Held>,
     exact: [Ema; 2],
     unobserved: usize,
+    seen: Vec<Seen>,
 }
 
 impl<T: Buffer> Undo<T> {
@@ -46,6 +54,9 @@ impl<T: Buffer> Undo<T> {
             window_len: cache.window_len,
             framed: cache.frames.is_some(),
             queries: cache.queries.clone(),
+            asked: cache.asked.clone(),
+            border: cache.border.clone(),
+            evicted: None,
             sinks: None,
             window: None,
             body: None,
@@ -53,14 +64,39 @@ impl<T: Buffer> Undo<T> {
         }
     }
 
+    /// Asks for the segments that the call will drop.
+    pub(super) fn keep_evicted(&mut self) {
+        self.evicted = Some(vec![]);
+    }
+
+    /// The segments that were asked for.
+    pub(super) fn evicted(&self) -> &[Segment<T>] {
+        self.evicted.as_deref().unwrap_or_default()
+    }
+
+    /// Notes segments that are dropped.
+    pub(super) fn evicts(&mut self, dropped: Vec<Segment<T>>) {
+        if let Some(evicted) = &mut self.evicted {
+            evicted.extend(dropped);
+        }
+    }
+
     /// Puts other sinks in place.
-    pub(super) fn replace_sinks<E: Engine<Tensor = T>>(&mut self, cache: &mut SequenceCache<E>, by: Exact<T>) {
+    pub(super) fn replace_sinks<E: Engine<Tensor = T>>(
+        &mut self,
+        cache: &mut SequenceCache<E>,
+        by: Exact<T>,
+    ) {
         let before = cache.sinks.replace(by);
         self.sinks.get_or_insert(before);
     }
 
     /// Puts another window in place.
-    pub(super) fn replace_window<E: Engine<Tensor = T>>(&mut self, cache: &mut SequenceCache<E>, by: Exact<T>) {
+    pub(super) fn replace_window<E: Engine<Tensor = T>>(
+        &mut self,
+        cache: &mut SequenceCache<E>,
+        by: Exact<T>,
+    ) {
         let before = cache.window.replace(by);
         self.window.get_or_insert(before);
     }
@@ -85,7 +121,8 @@ impl<T: Buffer> Undo<T> {
     pub(super) fn changes_tiers<E: Engine<Tensor = T>>(&mut self, cache: &SequenceCache<E>) {
         if let Some(tiers) = cache.tiers.as_ref().filter(|_| self.tiers.is_none()) {
             let blocks = tiers.blocks.clone();
-            self.tiers = Some(Observed { blocks, exact: tiers.exact, unobserved: tiers.unobserved });
+            let (exact, unobserved, seen) = (tiers.exact, tiers.unobserved, tiers.seen.clone());
+            self.tiers = Some(Observed { blocks, exact, unobserved, seen });
         }
     }
 }
@@ -94,7 +131,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Makes the cache what it was. Cannot fail, since it runs after a failure.
     pub(super) fn restore(&mut self, undo: Undo<E::Tensor>) {
         (self.offset, self.sinks_len, self.window_len) = (undo.offset, undo.sinks_len, undo.window_len);
-        self.queries = undo.queries;
+        (self.queries, self.asked, self.border) = (undo.queries, undo.asked, undo.border);
         if !undo.framed {
             self.frames = None;
         }
@@ -118,7 +155,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
             None => {}
         }
         if let (Some(tiers), Some(before)) = (&mut self.tiers, undo.tiers) {
-            (tiers.blocks, tiers.exact, tiers.unobserved) = (before.blocks, before.exact, before.unobserved);
+            (tiers.blocks, tiers.exact) = (before.blocks, before.exact);
+            (tiers.unobserved, tiers.seen) = (before.unobserved, before.seen);
         }
     }
 }
