@@ -52,6 +52,9 @@ impl<T: Buffer> Stored<T> {
     /// # Errors
     /// [`Error::Range`] if the range is not inside, or cuts tokens that are encoded together.
     pub fn cut(&self, from: usize, to: usize) -> Result<Stored<T>> {
+        if from > to || to > self.len() {
+            return Err(Error::Range { start: from, end: to, len: self.len() });
+        }
         Ok(match self {
             Stored::Exact { rows, .. } => Stored::Exact { rows: rows.slice(2, from, to)?, len: to - from },
             Stored::Packed(codes) => Stored::Packed(codes.slice(from, to)?),
@@ -136,15 +139,20 @@ pub struct Sizes {
 /// Checks a call: shapes of queries, segments and rules.
 ///
 /// # Errors
-/// [`Error::Shape`] names what does not fit.
+/// [`Error::Shape`] names what does not fit: arrays of other sizes, no query at all, or more queries than positions held where the
+/// rules ask for the position of a query (causal ones, and sliding windows).
 pub fn check<T: Buffer>(segments: &[Segment<T>], queries: &[usize], rules: &Rules<T>) -> Result<Sizes> {
     let bad = |what, expected: String, got: Vec<usize>| Err(Error::Shape { what, expected, got });
     let Some(first) = segments.first() else { return bad("segments", "at least one".into(), vec![]) };
+    segments.iter().flat_map(|s| [&s.keys, &s.values]).try_for_each(check_exact)?;
     let ([batch, heads], key_dim, value_dim) = (first.keys.heads(), first.keys.dim(), first.values.dim());
     let &[b, hq, l, d] = queries else { return bad("queries", "[B, Hq, L, D]".into(), queries.to_vec()) };
-    if b != batch || heads == 0 || hq == 0 || hq % heads != 0 || d != key_dim {
-        return bad("queries", format!("[{batch}, a multiple of {heads}, L, {key_dim}]"), queries.to_vec());
+    let fits = b == batch && heads > 0 && hq > 0 && hq % heads == 0 && d == key_dim;
+    if !fits || l == 0 || d == 0 {
+        let expected = format!("[{batch}, a multiple of {heads}, L > 0, {key_dim} > 0]");
+        return bad("queries", expected, queries.to_vec());
     }
+    let mut end = 0;
     for s in segments {
         let fits = s.keys.heads() == [batch, heads] && s.values.heads() == [batch, heads];
         if !fits || s.keys.dim() != key_dim || s.values.dim() != value_dim || s.keys.len() != s.values.len() {
@@ -155,6 +163,14 @@ pub fn check<T: Buffer>(segments: &[Segment<T>], queries: &[usize], rules: &Rule
                 got,
             );
         }
+        let Some(last) = s.start.checked_add(s.keys.len()) else {
+            return bad("segment", "positions that can be counted".into(), vec![s.start, s.keys.len()]);
+        };
+        end = if s.keys.is_empty() { end } else { last };
+    }
+    if (rules.causal || rules.sliding_window.is_some()) && l > end {
+        let expected = format!("at most {end} query tokens: the last one stands at the last token held");
+        return bad("queries", expected, queries.to_vec());
     }
     let tokens = segments.iter().map(|s| s.keys.len()).sum();
     if let Some(mask) = &rules.mask {
@@ -173,6 +189,18 @@ pub fn check<T: Buffer>(segments: &[Segment<T>], queries: &[usize], rules: &Rule
         return bad("left padding", format!("{batch} entries"), vec![rules.left_padding.len()]);
     }
     Ok(Sizes { batch, heads, group: hq / heads, queries: l, tokens, key_dim, value_dim })
+}
+
+/// Checks that exact rows hold the tokens they are said to.
+fn check_exact<T: Buffer>(stored: &Stored<T>) -> Result<()> {
+    let Stored::Exact { rows, len } = stored else { return Ok(()) };
+    match rows.shape()[..] {
+        [_, _, capacity, _] if *len <= capacity => Ok(()),
+        _ => {
+            let expected = format!("[B, H, {len} or more, D]");
+            Err(Error::Shape { what: "exact rows", expected, got: rows.shape() })
+        }
+    }
 }
 
 /// Positions of all tokens, in order.

@@ -124,7 +124,7 @@ pub trait Engine {
     /// else holds the buffer.
     ///
     /// # Errors
-    /// [`Error::Shape`] if the rows do not fit.
+    /// [`Error::Shape`] if the rows do not fit; the buffer is then as it was.
     fn write(&self, buffer: &mut Self::Tensor, start: usize, rows: &Self::Tensor) -> Result<()>;
 
     /// The same elements in a buffer of their own, so that a view does not keep a larger buffer alive.
@@ -163,9 +163,11 @@ pub(crate) fn check_queries<T: Buffer>(
 ) -> Result<(usize, usize)> {
     let [batch, heads, _] = codes.shape();
     match *shape {
-        [b, hq, l, n] if b == batch && n == last && hq > 0 && heads > 0 && hq % heads == 0 => Ok((hq, l)),
+        [b, hq, l, n] if b == batch && n == last && hq > 0 && heads > 0 && hq % heads == 0 && l > 0 => {
+            Ok((hq, l))
+        }
         _ => {
-            let expected = format!("[{batch}, a multiple of {heads}, L, {last}]");
+            let expected = format!("[{batch}, a multiple of {heads}, L > 0, {last}]");
             Err(Error::Shape { what, expected, got: shape.to_vec() })
         }
     }

@@ -65,7 +65,7 @@ pub fn slice(a: &Array, axis: usize, start: usize, end: usize) -> Result<Array> 
 pub fn write_rows(buffer: &Array, start: usize, rows: &Array) -> Result<Array> {
     let (to, from) = (buffer.shape(), rows.shape());
     let fits = to.len() == 4 && from.len() == 4 && to[..2] == from[..2] && to[3] == from[3];
-    if !fits || start + from[2] as usize > to[2] as usize {
+    if !fits || start.checked_add(from[2] as usize).is_none_or(|end| end > to[2] as usize) {
         return Err(wrong_shape(rows, "rows", format!("rows that fit {to:?} from row {start} on")));
     }
     let (begin, steps) = ([0, 0, start as c_int, 0], [1; 4]);
@@ -90,8 +90,11 @@ pub fn wrong_shape(a: &Array, what: &'static str, expected: impl Into<String>) -
 /// A host array as an MLX array (one copy).
 ///
 /// # Errors
-/// [`Error::Shape`] for an axis that MLX cannot count.
+/// [`Error::Shape`] for 2^31 elements or more, which mlx-rs cannot count.
 pub fn put(tensor: &Tensor) -> Result<Array> {
+    if i32::try_from(tensor.len()).is_err() {
+        return Err(tensor.wrong_shape("tensor", "fewer than 2^31 elements"));
+    }
     let shape = tensor.shape().iter().map(|&n| i32::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
     let shape = shape.map_err(|_| tensor.wrong_shape("tensor", "axes below 2^31"))?;
     // The bound of `Array::from_slice` is private to mlx-rs, so this cannot be a generic function.

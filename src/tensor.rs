@@ -296,7 +296,7 @@ impl Tensor {
         }
         let (to, from) = (self.shape(), rows.shape());
         let fits = to.len() == 4 && from.len() == 4 && to[..2] == from[..2] && to[3] == from[3];
-        if !fits || start + from[2] > to[2] {
+        if !fits || start.checked_add(from[2]).is_none_or(|end| end > to[2]) {
             return Err(rows.wrong_shape("rows", format!("rows that fit {to:?} from row {start} on")));
         }
         let dtype = self.float().ok_or_else(|| self.wrong_dtype("buffer", "F32, F16 or BF16"))?;

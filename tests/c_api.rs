@@ -263,6 +263,9 @@ fn bad_calls_end_in_a_status() {
             ),
             TMQ_SHAPE
         );
+        // No query at all.
+        assert_eq!(tmq_scores(codes, &tmq_rows { tokens: 0, ..good }, out.as_mut_ptr(), 0), TMQ_SHAPE);
+        assert_eq!(tmq_weighted_sum(codes, out.as_ptr(), 2, 0, out.as_mut_ptr(), 0), TMQ_SHAPE);
         tmq_codes_free(codes);
         tmq_codes_free(null_mut());
 

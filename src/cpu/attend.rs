@@ -42,15 +42,15 @@ impl Hidden<'_> {
     }
 
     pub(super) fn row(&self, batch: usize, head: usize, query: usize) -> Row<'_> {
-        // The last query stands at the last token; one further back may stand before the first.
-        let position = (self.last + query + 1).checked_sub(self.sizes.queries);
+        // The last query stands at the last token. More queries than tokens pass the check only where no rule asks for positions.
+        let position = (self.last + 1).saturating_sub(self.sizes.queries) + query;
         let mask = self.mask.as_ref().map(|(mask, [mb, mh])| {
             let (b, h) = (batch.min(mb - 1), head.min(mh - 1));
             &mask[((b * mh + h) * self.sizes.queries + query) * self.sizes.tokens..][..self.sizes.tokens]
         });
         Row {
             rules: self.rules,
-            span: position.map_or(0..0, |p| span(self.rules, batch, p)),
+            span: span(self.rules, batch, position),
             mask,
             sink: self.sink_logits.as_ref().map_or(f32::NEG_INFINITY, |s| s[head]),
         }

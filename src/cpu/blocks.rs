@@ -5,6 +5,7 @@
 
 use super::dense::{piece, pieces};
 use super::domain::{Domain, Ready};
+use super::probe::{Path, note};
 use super::rows::Door;
 use super::simd::{self, Block, Picked, Place, Small};
 use crate::attention::Stored;
@@ -144,11 +145,13 @@ impl Rows<'_> {
         let (n, width) = (picks.len(), dim.next_multiple_of(8));
         if let Rows::Packed { codec, words, scales, small } = *self {
             if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
+                note(Path::IntegerScores);
                 factors(codec, scales, picks, 0, &mut work.factors);
                 let (row_words, first) = (codec.row_words(), picks[0] as usize);
                 let rows = &words[first * row_words..][..n * row_words];
                 simd::integer_scores(small, bytes, Block { rows, width: row_words, n, stride }, out);
                 if !ready.places.is_empty() {
+                    note(Path::UnevenRescored);
                     self.decode(picks, dim, work);
                     work.spare.resize(ready.places.len() * stride, 0.0);
                     let tile = Block { rows: &work.rows[..], width, n, stride };
@@ -160,11 +163,13 @@ impl Rows<'_> {
                 return;
             }
             if !ready.prepared.is_empty() {
+                note(Path::ResidualScores);
                 work.factors[..n].fill(1.0);
                 let rows = Each { codec, words, scales, picks };
                 return pulp::Arch::new().dispatch(Residual { rows, queries: &ready.prepared, stride, out });
             }
         }
+        note(Path::FloatScores);
         self.decode(picks, dim, work);
         simd::scores(&ready.rows, Block { rows: &work.rows[..], width, n, stride }, out);
     }
@@ -194,10 +199,12 @@ impl Rows<'_> {
         let rows = &mut work.rows[..picks.len() * padded];
         match *self {
             Rows::Packed { codec, small: Some(small), words, scales } => {
+                note(Path::SmallLevels);
                 factors(codec, scales, picks, 0, &mut work.factors);
                 simd::levels(small, picked(codec, &codec.bands()[0], words, picks, padded), rows);
             }
             Rows::Packed { codec, words, scales, .. } if codec.is_trellis() => {
+                note(if codec.bands().len() > 1 { Path::TrellisBands } else { Path::TrellisLevels });
                 for (i, band) in codec.bands().iter().enumerate() {
                     let BandGrid::Trellis(grid) = &band.grid else { continue };
                     factors(codec, scales, picks, i, &mut work.factors);
@@ -214,6 +221,14 @@ impl Rows<'_> {
             }
             Rows::Packed { codec, words, scales, .. } => {
                 let plain = one_band(codec);
+                let tiles = codec.channel().is_some();
+                note(if tiles {
+                    Path::ChannelTiles
+                } else if plain {
+                    Path::OneBand
+                } else {
+                    Path::ManyBands
+                });
                 if plain {
                     factors(codec, scales, picks, 0, &mut work.factors);
                 } else {
@@ -249,6 +264,7 @@ impl Tile {
 }
 
 fn exact<T: Element>(x: &[T], picks: &[u32], dim: usize, work: &mut Tile, read: fn(&[T], &mut [f32])) {
+    note(Path::ExactRows);
     for (&pick, row) in picks.iter().zip(work.rows.chunks_exact_mut(dim.next_multiple_of(8))) {
         read(&x[pick as usize * dim..][..dim], &mut row[..dim]);
     }

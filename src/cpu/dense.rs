@@ -61,6 +61,16 @@ pub(super) fn piece<T: Element>(t: &Tensor, [batch, head]: [usize; 2]) -> Option
     T::unwrap(t)?.view().index_axis_move(Axis(0), batch).index_axis_move(Axis(0), head).to_slice()
 }
 
+/// Checks the rows of queries or weights [B, Hq, L, n] against dense keys or values [B, H, T, D], of which the axis `shared` has n too.
+fn check_rows(x: &Tensor, rows: &Tensor, shared: usize) -> Result<()> {
+    let ([b, h, ..], [rb, rh, _, n]) = (shape4(x)?, shape4(rows)?);
+    let axis = x.shape()[shared];
+    if b != rb || h == 0 || rh % h != 0 || n != axis {
+        return Err(rows.wrong_shape("rows", format!("[{b}, a multiple of {h} > 0, L, {axis}]")));
+    }
+    Ok(())
+}
+
 /// One matrix product a KV head: [B, Hq, L, n] x ([B, H, n, m] or its transpose) through `product`.
 fn per_head(
     x: &Tensor,
@@ -86,13 +96,21 @@ fn shape4(x: &Tensor) -> Result<[usize; 4]> {
 }
 
 /// Inner products of queries [B, Hq, L, D] with dense keys [B, H, T, D].
+///
+/// # Errors
+/// [`Error::Shape`](crate::Error::Shape) unless both have these axes, [`Error::Dtype`](crate::Error::Dtype) unless both are floats.
 pub fn dense_scores(keys: &Tensor, queries: &Tensor) -> Result<Tensor> {
+    check_rows(keys, queries, 3)?;
     let shape = [queries.shape()[0], queries.shape()[1], queries.shape()[2], keys.shape()[2]];
     Tensor::new(&shape, per_head(keys, queries, |q, k| q.dot(&k.t()))?)
 }
 
 /// Sums of dense values [B, H, T, D] with weights [B, Hq, L, T].
+///
+/// # Errors
+/// As [`dense_scores`].
 pub fn dense_sum(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
+    check_rows(values, weights, 2)?;
     let shape = [weights.shape()[0], weights.shape()[1], weights.shape()[2], values.shape()[3]];
     Tensor::new(&shape, per_head(values, weights, |w, v| w.dot(&v))?)
 }

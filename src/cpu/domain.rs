@@ -5,6 +5,7 @@
 //! eight bits adds E, their mean square error. The grid's own is D (relative MSE). A query whose C^2 / 193548 + E is above D / 100
 //! keeps the exact form, so the noise that integers add stays below a tenth of the grid's (root mean square).
 
+use super::probe::{Path, note};
 use super::rows::Tables;
 use super::simd::{self, Bytes, Small};
 use crate::codec::{Codec, Prepared};
@@ -89,8 +90,10 @@ impl Domain {
                 ready.bias[i] = frame.centre.map_or(0.0, |c| crate::rotation::dot(q, c));
             }
         }
-        if let Some(small) = self.small.as_ref().filter(|_| !exact) {
-            ready.in_bytes(small, dim);
+        match &self.small {
+            Some(small) if !exact => ready.in_bytes(small, dim),
+            Some(_) => note(Path::ExactAsked),
+            None => {}
         }
         ready
     }
@@ -113,6 +116,7 @@ impl Ready {
     /// Takes the queries to eight bits, all that keep the bound at the head of this file.
     fn in_bytes(&mut self, small: &Small, dim: usize) {
         if !simd::integer_form(small.bits, dim) {
+            note(Path::NoIntegerForm);
             return;
         }
         let error = GRID_ERROR[usize::from(small.middle != 0.0)][usize::from(small.bits == 4)];
@@ -123,6 +127,7 @@ impl Ready {
             // What is not finite does not keep the bound either.
             let even = top * top / square / 193_548.0 + small.error <= 0.01 * error;
             if !even {
+                note(Path::UnevenQuery);
                 self.uneven.extend_from_slice(row);
                 self.places.push(i);
             }
@@ -137,6 +142,8 @@ impl Ready {
         }
         if self.places.len() < bytes.steps.len() {
             self.bytes = Some(bytes);
+        } else {
+            note(Path::OnlyUnevenQueries);
         }
     }
 }

@@ -10,6 +10,7 @@
 use super::attend::{Hidden, Row, greater};
 use super::blocks::{Side, Tile};
 use super::domain::{Domain, Ready};
+use super::probe::{self, Path, note};
 use super::simd;
 use super::workers;
 use crate::attention::{Rules, Segment, Sizes, check};
@@ -130,7 +131,10 @@ impl Run<'_> {
                 let at = ((head * group + g) * l + self.first) * key_dim;
                 mine.extend_from_slice(&q[at..at + self.n * key_dim]);
             }
-            self.domains[0].iter().map(|d| d.enter(head, &mine, key_dim, self.exact)).collect::<Vec<Ready>>()
+            let ready = self.domains[0].iter().map(|d| d.enter(head, &mine, key_dim, self.exact));
+            let ready = ready.collect::<Vec<Ready>>();
+            probe::flush();
+            ready
         };
         let ready: Vec<Vec<Ready>> = (0..batch * heads).into_par_iter().map(enter).collect();
         let rules: Vec<Vec<Row>> = (0..batch * heads).map(|head| self.rules(head)).collect();
@@ -149,6 +153,7 @@ impl Run<'_> {
                     partial,
                 )
             });
+            probe::flush();
         });
         let mut at = 0;
         let mut merged = vec![];
@@ -196,7 +201,12 @@ impl Run<'_> {
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
         let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
         let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
+        let short = block <= simd::MOST_SUMMED;
         let integers = !self.exact && values.in_integers(&[]).is_some();
+        if integers && !short {
+            note(Path::BlockTooLong);
+        }
+        let integers = integers && short;
         let Work { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
         for from in (task.from..task.to).step_by(block) {
@@ -222,6 +232,7 @@ impl Run<'_> {
                 };
                 let top = greater(tops[r], top);
                 if top == f32::NEG_INFINITY {
+                    note(Path::NothingSeen);
                     x.fill(0.0);
                     sparse = true;
                     continue;
@@ -243,7 +254,11 @@ impl Run<'_> {
             }
             let live = if sparse { Self::live(scores, block, picks, users) } else { n };
             if live == 0 {
+                note(Path::BlockSkipped);
                 continue;
+            }
+            if live < n {
+                note(Path::SomeTokensSkipped);
             }
             tile.fit(block, value_dim);
             if integers {
@@ -265,13 +280,16 @@ impl Run<'_> {
                     .in_integers(picks)
                     .is_some_and(|(levels, rows)| simd::weighted_levels(levels, rows, scores, block, acc));
                 if done {
+                    note(Path::IntegerSums);
                     continue;
                 }
+                note(Path::WeightsNotFinite);
                 values.decode(picks, value_dim, tile);
             }
             for k in 0..if sparse { live } else { 0 } {
                 let row = &mut tile.rows[k * dim..][..dim];
                 if users[k] < rows as u32 && !row.iter().all(|x| x.is_finite()) {
+                    note(Path::RowNotFinite);
                     for r in (0..rows).filter(|r| scores[r * block + k] != 0.0) {
                         let weight = scores[r * block + k];
                         acc[r * dim..][..dim].iter_mut().zip(&*row).for_each(|(a, v)| *a += weight * v);
@@ -279,6 +297,7 @@ impl Run<'_> {
                     row.fill(0.0);
                 }
             }
+            note(Path::FloatSums);
             let tile = simd::Block { rows: &tile.rows[..], width: dim, n: live, stride: block };
             simd::accumulate(&scores[..rows * block], tile, acc);
         }

@@ -9,6 +9,8 @@ mod dense;
 mod domain;
 mod fused;
 mod masses;
+#[doc(hidden)]
+pub mod probe;
 mod products;
 mod rows;
 mod simd;
@@ -18,7 +20,7 @@ use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
 use crate::engine::{Engine, check_vectors};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::frame;
 use crate::tensor::{Dtype, Tensor};
 use dense::{channel_codes, turn, turn_back, uncentred};
@@ -69,7 +71,7 @@ impl Engine for Cpu {
             .map(|(i, rows)| frame::energy(rows, dim, centres.as_ref().map(|c| &c[i][..])))
             .collect();
         let shape = [block.shape()[0], block.shape()[1], dim];
-        let gains = if spec.equalised { Some(gains(&energies, queries, dim)?) } else { None };
+        let gains = if spec.equalised { Some(gains(&energies, block, queries)?) } else { None };
         let order = |i: usize| {
             let energy = &energies[i];
             let gained: Vec<f32> = match &gains {
@@ -164,7 +166,12 @@ impl Engine for Cpu {
     }
 
     fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Tensor> {
-        Tensor::from_f32(dtype, shape, vec![0.0; shape.iter().product()])
+        let count = shape.iter().try_fold(1usize, |n, axis| n.checked_mul(*axis));
+        let Some(count) = count.filter(|n| *n <= isize::MAX as usize / 4) else {
+            let expected = "a number of elements that can be counted".into();
+            return Err(Error::Shape { what: "zeros", expected, got: shape.to_vec() });
+        };
+        Tensor::from_f32(dtype, shape, vec![0.0; count])
     }
 
     fn write(&self, buffer: &mut Tensor, start: usize, rows: &Tensor) -> Result<()> {
@@ -227,19 +234,21 @@ fn decode_rows<T: Door>(
 /// Rows of all heads as f32, and the elements a head has.
 fn by_head(x: &Tensor, what: &'static str, dim: usize) -> Result<(Vec<f32>, usize)> {
     match *x.shape() {
-        [_, _, n, d] if d == dim && n > 0 => Ok((x.to_f32()?, n * d)),
-        _ => Err(x.wrong_shape(what, format!("[B, H, n > 0, {dim}]"))),
+        [b, h, n, d] if d == dim && b > 0 && h > 0 && n > 0 => Ok((x.to_f32()?, n * d)),
+        _ => Err(x.wrong_shape(what, format!("[B > 0, H > 0, n > 0, {dim}]"))),
     }
 }
 
 /// Gains of every KV head; the query heads that share one are taken together.
-fn gains(energies: &[Vec<f32>], queries: Option<&Tensor>, dim: usize) -> Result<Vec<Vec<f32>>> {
+fn gains(energies: &[Vec<f32>], block: &Tensor, queries: Option<&Tensor>) -> Result<Vec<Vec<f32>>> {
     let Some(queries) = queries else {
         return Ok(energies.iter().map(|e| frame::gains(e, None)).collect());
     };
-    let (rows, per_query_head) = by_head(queries, "queries", dim)?;
-    if rows.len() % energies.len() != 0 || !(rows.len() / energies.len()).is_multiple_of(per_query_head) {
-        return Err(queries.wrong_shape("queries", "a multiple of the KV heads"));
+    let (shape, dim) = (block.shape(), block.shape()[3]);
+    let (rows, _) = by_head(queries, "queries", dim)?;
+    if queries.shape()[0] != shape[0] || queries.shape()[1] % shape[1] != 0 {
+        let expected = format!("[{}, a multiple of {}, m > 0, {dim}]", shape[0], shape[1]);
+        return Err(queries.wrong_shape("queries", expected));
     }
     let per_head = rows.len() / energies.len();
     let per_kv = |(i, e): (usize, &Vec<f32>)| {

@@ -5,8 +5,11 @@
 //! time. Every other machine runs the plain loops, which the tests hold the others to.
 //! A sum runs over the tokens in order, one accumulator a channel, so a zero weight changes no bit.
 
+pub(super) use level::{MOST, available};
 pub(super) use plain::greatest;
 
+#[cfg(target_arch = "x86_64")]
+use super::probe::{Path, note};
 use super::rows::Door;
 use crate::trellis::Trellis;
 use half::f16;
@@ -14,6 +17,8 @@ use level::Level;
 #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
 use level::level;
 
+#[cfg(test)]
+mod asked;
 #[cfg(target_arch = "x86_64")]
 mod avx2;
 #[cfg(target_arch = "x86_64")]
@@ -127,6 +132,8 @@ pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if avx512::whole(grid.bits, rows.place.channels) {
         fast!(Avx512, avx512::levels(grid, rows, out));
+    } else if level() >= Level::Avx512 {
+        note(Path::NarrowLevels);
     }
     fast!(Avx2, avx2::levels(grid, rows, out));
     fast!(Neon, neon::levels(grid, rows, out));
@@ -140,6 +147,10 @@ pub(super) fn trellis_levels(grid: &Trellis, rows: Picked, out: &mut [f32]) {
         && let Ok(fixed) = (&grid.fixed[..]).try_into()
     {
         fast!(Avx512, trellis::vbmi((fixed, crate::trellis::UNIT, grid.bits), rows, out));
+    }
+    #[cfg(target_arch = "x86_64")]
+    if level() >= Level::Avx512 {
+        note(Path::TrellisGathered);
     }
     rows.to(out).for_each(|(row, out)| trellis_row(grid, row, out));
 }
@@ -159,10 +170,20 @@ pub(super) fn halves(from: &[f16], to: &mut [f32]) {
     f16::read(from, to);
 }
 
+/// Counts a tile that a machine with AVX-512 leaves to the forms below.
+fn narrow_tile() {
+    #[cfg(target_arch = "x86_64")]
+    if level() >= Level::Avx512 {
+        note(Path::NarrowTile);
+    }
+}
+
 /// Inner products of all query rows with the rows of a tile.
 pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
     if tile.width % 16 == 0 {
         fast!(Avx512, avx512::scores(queries, tile, out));
+    } else {
+        narrow_tile();
     }
     fast!(Avx2, avx2::scores(queries, tile, out));
     fast!(Neon, neon::scores(queries, tile, out));
@@ -173,13 +194,18 @@ pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
 pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
     if tile.width % 16 == 0 {
         fast!(Avx512, avx512::accumulate(weights, tile, sums));
+    } else {
+        narrow_tile();
     }
     fast!(Avx2, avx2::accumulate(weights, tile, sums));
     fast!(Neon, neon::accumulate(weights, tile, sums));
     plain::accumulate(weights, tile, sums);
 }
 
-/// Whether sums of up to 64 tokens have an integer form on this machine, for this many bits and channels.
+/// Tokens that are summed in integers at once.
+pub(super) const MOST_SUMMED: usize = 64;
+
+/// Whether sums of up to [`MOST_SUMMED`] tokens have an integer form on this machine, for this many bits and channels.
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
 pub(super) fn sums_in_integers(bits: u8, channels: usize) -> bool {
     #[cfg(target_arch = "x86_64")]
@@ -240,6 +266,7 @@ pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, o
         if done == codes.n {
             return;
         }
+        note(if done > 0 { Path::TokensBeyondFours } else { Path::NarrowIntegers });
         let rest = Block { rows: &codes.rows[done * codes.width..], n: codes.n - done, ..codes };
         fast!(Avx2, avx2::integer_scores(grid, queries, rest, &mut out[done..]));
     }

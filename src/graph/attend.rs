@@ -1,5 +1,6 @@
 //! Attention as one MLX graph: scores of every part, one f32 softmax over all, weighted sums of every part.
 
+use super::products::hiding;
 use super::stages::num;
 use super::{Graph, fused};
 use crate::attention::{Rules, Segment, Sizes, Stored, check, positions, shares, span};
@@ -59,7 +60,7 @@ fn attend_run(
             Stored::Exact { rows, len } => {
                 let values = super::float(&slice(rows, 2, 0, *len)?, "values")?;
                 let part = part.reshape(&[b, h, g * l, *len as i32])?;
-                matmul(part, values)?.reshape(&[b, h * g, l, sizes.value_dim as i32])?
+                hiding(&part, &values)?.reshape(&[b, h * g, l, sizes.value_dim as i32])?
             }
         };
         out = Some(match out {
@@ -168,10 +169,10 @@ fn seen(segments: &[Segment<Array>], rules: &Rules<Array>, sizes: Sizes, behind:
     let ends = segments.iter().filter(|s| !s.keys.is_empty()).map(|s| (s.start, s.start + s.keys.len() - 1));
     let (first, last) = ends.reduce(|a, b| (a.0, b.1))?;
     let rows = if rules.left_padding.is_empty() { 1 } else { sizes.batch };
-    // The last query of all stands at the last token; one further back may stand before the first.
-    let query = |i: usize| (last + i + 1).checked_sub(sizes.queries + behind);
+    // The last query of all stands at the last token. More queries than tokens pass the check only where no rule asks for positions.
+    let query = |i: usize| (last + 1).saturating_sub(sizes.queries + behind) + i;
     let spans = (0..rows).flat_map(|b| (0..sizes.queries).map(move |i| (b, i)));
-    let spans: Vec<_> = spans.map(|(b, i)| query(i).map_or(0..0, |q| span(rules, b, q))).collect();
+    let spans: Vec<_> = spans.map(|(b, i)| span(rules, b, query(i))).collect();
     // What one token asks in a decode step: positions rise, so a span with both ends holds all of them.
     if spans.iter().all(|s| s.contains(&first) && s.contains(&last)) {
         return None;

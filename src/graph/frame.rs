@@ -16,8 +16,8 @@ pub(super) fn frame(
     queries: Option<&Array>,
 ) -> Result<Frame<Array>> {
     let (spec, shape) = (codec.spec(), mlx_ops::shape(block));
-    if shape.len() != 4 || shape[3] != spec.head_dim || shape[2] == 0 {
-        return Err(wrong_shape(block, "block", format!("[B, H, n > 0, {}]", spec.head_dim)));
+    if shape.len() != 4 || shape[3] != spec.head_dim || shape[..3].contains(&0) {
+        return Err(wrong_shape(block, "block", format!("[B > 0, H > 0, n > 0, {}]", spec.head_dim)));
     }
     let block = float(block, "block")?;
     let centre = centred.then(|| block.mean_axis(2, true)).transpose()?;
@@ -47,7 +47,8 @@ pub(super) fn frame(
 /// Mean square of the query heads that share a KV head, [B, H, D].
 fn query_energy(q: &Array, b: i32, h: i32, d: i32) -> Result<Array> {
     let shape = q.shape();
-    if shape.len() != 4 || shape[0] != b || shape[1] % h != 0 || shape[3] != d || shape[2] == 0 {
+    let fits = shape.len() == 4 && shape[0] == b && shape[1] % h == 0 && shape[3] == d;
+    if !fits || shape[1] == 0 || shape[2] == 0 {
         return Err(wrong_shape(q, "queries", format!("[{b}, a multiple of {h}, m > 0, {d}]")));
     }
     let folded = [b, h, shape[1] / h * shape[2], d];

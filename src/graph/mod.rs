@@ -257,8 +257,12 @@ impl Engine for Graph {
     }
 
     fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Array> {
-        let shape: Vec<i32> = shape.iter().map(|&n| n as i32).collect();
-        Ok(ops::zeros_dtype(&shape, mlx_dtype(dtype))?)
+        let axes = shape.iter().map(|&n| i32::try_from(n)).collect::<std::result::Result<Vec<_>, _>>();
+        let Ok(axes) = axes else {
+            let expected = "axes below 2^31".into();
+            return Err(Error::Shape { what: "zeros", expected, got: shape.to_vec() });
+        };
+        Ok(ops::zeros_dtype(&axes, mlx_dtype(dtype))?)
     }
 
     fn write(&self, buffer: &mut Array, start: usize, rows: &Array) -> Result<()> {

@@ -72,7 +72,7 @@ pub(super) fn weighted_sum(graph: &Graph, codes: &Codes<Array>, weights: &Array)
     let w = float(weights, "weights")?.reshape(&[b, h, hq / h * l, t].map(|n| n as i32))?;
     let out = [b, hq, l, d].map(|n| n as i32);
     if codec.channel().is_some() {
-        return Ok(matmul(w, graph.decode(codes, Dtype::F32)?)?.reshape(&out)?);
+        return Ok(hiding(&w, &graph.decode(codes, Dtype::F32)?)?.reshape(&out)?);
     }
     let tables = graph.tables(codec)?;
     // A weight of exact zero hides what is in the row, NaN included (masked and padded tokens).
@@ -84,9 +84,10 @@ pub(super) fn weighted_sum(graph: &Graph, codes: &Codes<Array>, weights: &Array)
     let mut sums = vec![];
     for (i, band) in codec.bands().iter().enumerate() {
         sums.push(if codec.affine_group().is_some() {
-            matmul(&w, graph.rotated_rows(codes, &tables)?)?
-        } else if let Some(native) = graph.native(codes, &tables, i, band)? {
-            native.matmul(&w, false)?
+            hiding(&w, &graph.rotated_rows(codes, &tables)?)?
+        } else if let Some(mut native) = graph.native(codes, &tables, i, band)? {
+            let spoilt = native.take_out()?;
+            native.matmul(&w, false)?.add(scaled(&spoilt)?.sum_axis(-1, true)?)?
         } else {
             let scale = tables.load_scale(&slice(codes.scales(), 3, i, i + 1)?)?;
             matmul(scaled(&scale)?, graph.levels(&tables, i, band, codes.words())?)?
@@ -104,6 +105,21 @@ pub(super) fn weighted_sum(graph: &Graph, codes: &Codes<Array>, weights: &Array)
     Ok(out_of_it.reshape(&out)?)
 }
 
+/// Sums of rows [B, H, T, D] with weights [B, H, n, T]. A weight of exact zero hides what is in the row, NaN and infinities included;
+/// other weights make NaN of the channels in which a row that they take is not finite.
+pub(super) fn hiding(weights: &Array, rows: &Array) -> Result<Array> {
+    if rows.shape()[2] == 0 {
+        return Ok(matmul(weights, rows)?);
+    }
+    let finite = rows.abs()?.lt(num(f32::INFINITY))?;
+    let sums = matmul(weights, select(&finite, rows, num(0.0))?)?;
+    // Which queries give weight to a row that is not finite, and in which channels some row is not.
+    let taken = select(weights.eq(num(0.0))?, num(0.0), num(1.0))?;
+    let queries = matmul(taken, select(finite.all_axes(&[3], true)?, num(0.0), num(1.0))?)?;
+    let channels = select(finite.all_axes(&[2], true)?, num(0.0), num(1.0))?;
+    Ok(select(queries.multiply(channels)?.gt(num(0.0))?, num(f32::NAN), sums)?)
+}
+
 /// Packed words with the scales and biases that `quantized_matmul` wants.
 struct Native {
     words: Array,
@@ -114,6 +130,16 @@ struct Native {
 }
 
 impl Native {
+    /// Takes the scales that are not finite out of the product, which has no way to hide a row, and gives them: [B, H, T, 1], zero
+    /// for the other rows.
+    fn take_out(&mut self) -> Result<Array> {
+        let finite = self.scales.abs()?.lt(num(f32::INFINITY))?;
+        let spoilt = slice(&select(&finite, num(0.0), &self.scales)?, 3, 0, 1)?;
+        self.scales = select(&finite, &self.scales, num(0.0))?;
+        self.biases = select(&finite, &self.biases, num(0.0))?;
+        Ok(spoilt)
+    }
+
     fn matmul(&self, x: &Array, transpose: bool) -> Result<Array> {
         let (group, bits) = (self.group, self.bits);
         Ok(ops::quantized_matmul(x, &self.words, &self.scales, &self.biases, transpose, group, bits)?)

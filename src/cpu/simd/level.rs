@@ -3,7 +3,7 @@
 /// Instruction sets with forms of their own, each with those before it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 #[cfg_attr(not(any(target_arch = "x86_64", target_arch = "aarch64")), allow(dead_code))]
-pub(super) enum Level {
+pub(in crate::cpu) enum Level {
     Plain,
     #[cfg(target_arch = "x86_64")]
     Avx2,
@@ -17,7 +17,15 @@ pub(super) enum Level {
     Dot,
 }
 
-/// What the machine has.
+/// The levels that this machine has, the greatest first.
+pub(in crate::cpu) fn available() -> &'static [Level] {
+    let most = MOST.replace(LEVELS[0]);
+    let has = level();
+    MOST.set(most);
+    &LEVELS[LEVELS.iter().position(|l| *l <= has).unwrap_or(0)..]
+}
+
+/// What the machine has, and a test lets this thread use.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn level() -> Level {
     let has = if !(is_x86_feature_detected!("avx2")
@@ -35,9 +43,12 @@ pub(super) fn level() -> Level {
     } else {
         Level::Avx2
     };
-    #[cfg(test)]
-    let has = has.min(MOST.get());
-    has
+    has.min(MOST.get())
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+pub(super) fn level() -> Level {
+    Level::Plain
 }
 
 #[cfg(target_arch = "aarch64")]
@@ -48,14 +59,11 @@ pub(super) fn level() -> Level {
         (true, false) => Level::Neon,
         (true, true) => Level::Dot,
     };
-    #[cfg(test)]
-    let has = has.min(MOST.get());
-    has
+    has.min(MOST.get())
 }
 
 /// The levels of this architecture, the greatest first.
-#[cfg(test)]
-pub(super) const LEVELS: &[Level] = &[
+pub(in crate::cpu) const LEVELS: &[Level] = &[
     #[cfg(target_arch = "x86_64")]
     Level::Avx512,
     #[cfg(target_arch = "x86_64")]
@@ -67,8 +75,7 @@ pub(super) const LEVELS: &[Level] = &[
     Level::Plain,
 ];
 
-#[cfg(test)]
 thread_local! {
-    /// The highest level that a test wants.
-    pub(super) static MOST: std::cell::Cell<Level> = const { std::cell::Cell::new(LEVELS[0]) };
+    /// The highest level that a test wants on this thread.
+    pub(in crate::cpu) static MOST: std::cell::Cell<Level> = const { std::cell::Cell::new(LEVELS[0]) };
 }

@@ -3,11 +3,9 @@
 //! The weights of a row are taken to 15 bits of the greatest in the block, levels to [`super::WIDE`] steps a side: of a block's share in the
 //! sum that moves less than a hundredth of what the grid itself does. A block of [`MOST`] tokens cannot overflow 32 bits.
 
-use super::{Picked, Small};
+use super::{MOST_SUMMED as MOST, Picked, Small};
 use std::arch::x86_64::*;
 
-/// Tokens that are summed at once.
-pub(super) const MOST: usize = 64;
 /// The greatest weight in integers.
 const TOP: f32 = 32767.0;
 
