@@ -7,6 +7,7 @@
 pub mod affine;
 mod container;
 mod layer;
+mod packed;
 mod read;
 mod ring;
 mod source;

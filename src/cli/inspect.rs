@@ -155,7 +155,7 @@ fn add_layer(at: String, layer: &Layer, rows: &mut Vec<Row>) {
             let show = |words: &Tensor| format!("{bits} bits, group {group_size}, words {:?}", words.shape());
             (show(&kv.keys.words), show(&kv.values.words))
         }
-        _ => ("-".into(), "-".into()),
+        _ => layer.describe_packed().map_or(("-".into(), "-".into()), |p| (p.keys, p.values)),
     };
     rows.push(Row {
         layer: at,

@@ -1,4 +1,4 @@
-//! `turbomoq restore`: a compressed file into a prompt cache that mlx-lm loads.
+//! `turbomoq restore`: a compressed file, or a prompt cache with packed layers, into a prompt cache that mlx-lm loads.
 
 use super::say::say;
 use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
@@ -8,12 +8,12 @@ use turbomoq::archive::Archive;
 use turbomoq::compressor::Compressor;
 use turbomoq::engine::Engine;
 use turbomoq::files;
-use turbomoq::prompt_cache::{Layout, PromptCache};
+use turbomoq::prompt_cache::{Layer, Layout, PromptCache};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Compressed file
+    /// Compressed file, or prompt cache with layers of class TurboMoqCache
     input: PathBuf,
     /// Prompt cache [default: the input's name with the ending .restored.safetensors]
     #[arg(short, long)]
@@ -21,6 +21,9 @@ pub struct Arguments {
     /// Release of mlx-lm to write for, 0.31 or 0.32 [default: that of the source]
     #[arg(long)]
     layout: Option<Layout>,
+    /// Make layers of class TurboMoqCache plain ones, which mlx-lm loads without turbomoq's package
+    #[arg(long)]
+    unpack: bool,
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
@@ -52,8 +55,18 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let output =
         arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".restored.safetensors"));
     files::distinct(&arguments.input, &output)?;
-    let archive = Archive::read(&arguments.input)?;
-    let cache = arguments.engine.run(Unpack(&archive))?;
+    let mut cache = match Archive::read(&arguments.input) {
+        Ok(archive) => arguments.engine.run(Unpack(&archive))?,
+        // The layers of a packed prompt cache only change the layout.
+        Err(not_archive) => match PromptCache::read(&arguments.input) {
+            Ok(cache) if cache.layers.iter().any(Layer::is_packed) => cache,
+            _ => return Err(not_archive),
+        },
+    };
+    if arguments.unpack {
+        cache.layers = cache.layers.iter().map(Layer::unpacked).collect::<Result<_>>()?;
+    }
+    let packed = cache.layers.iter().filter(|layer| layer.is_packed()).count();
     let layout = arguments.layout.unwrap_or(cache.layout);
     let file_bytes = cache.write(&output, layout)?;
     if arguments.json {
@@ -61,6 +74,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             "output": output,
             "layout": layout.to_string(),
             "layers": cache.layers.len(),
+            "packed_layers": packed,
             "file_bytes": file_bytes,
         }));
     } else {
@@ -70,6 +84,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             bytes(file_bytes),
             cache.layers.len()
         );
+        if packed > 0 {
+            println!(
+                "{packed} layers are packed: import turbomoq_mlx before mlx-lm loads them, or restore with --unpack"
+            );
+        }
     }
     Ok(())
 }

@@ -5,6 +5,7 @@
 
 use super::affine::{Packed, check_codec};
 use super::container::{RawTensor, byte_len};
+use super::packed;
 use super::ring::Ring;
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
@@ -85,8 +86,8 @@ pub enum Layer {
     },
     /// `CacheList`.
     List(Vec<Layer>),
-    /// A `ChunkedKVCache` of 0.31 that dropped tokens: that layout does not say how many of its rows are tokens,
-    /// so it is only passed through, to the same layout.
+    /// Kept as it is. A `ChunkedKVCache` of 0.31 that dropped tokens: that layout does not say how many of its rows are
+    /// tokens, so it is only passed through, to the same layout. And a `TurboMoqCache`, which both layouts hold.
     Opaque {
         /// Name of the class.
         class: String,
@@ -143,7 +144,39 @@ impl Layer {
             Layer::Kv { class: KvClass::Chunked { start_position, .. }, .. } => Some(start_position + rows),
             Layer::Kv { .. } | Layer::Quantized { .. } => Some(rows),
             Layer::Rotating { ring, .. } => Some(ring.offset),
+            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::tokens(tensors),
             _ => None,
+        }
+    }
+
+    /// Whether the layer is a `TurboMoqCache`, the packed cache of turbomoq's Python package, or a list with one in it.
+    pub fn is_packed(&self) -> bool {
+        match self {
+            Layer::Opaque { class, .. } => class == packed::CLASS,
+            Layer::List(layers) => layers.iter().any(Layer::is_packed),
+            _ => false,
+        }
+    }
+
+    /// The keys and the values of a `TurboMoqCache` in words; `None` for other layers.
+    pub fn describe_packed(&self) -> Option<Pair<String>> {
+        match self {
+            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::describe(tensors),
+            _ => None,
+        }
+    }
+
+    /// A `TurboMoqCache` as a `KVCache` with the rows that its codes decode to, in lists too; other layers as they are.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for arrays that are damaged, or a head dim that has no codec.
+    pub fn unpacked(&self) -> Result<Layer> {
+        match self {
+            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::unpack(tensors),
+            Layer::List(layers) => {
+                Ok(Layer::List(layers.iter().map(Layer::unpacked).collect::<Result<_>>()?))
+            }
+            _ => Ok(self.clone()),
         }
     }
 
@@ -247,7 +280,10 @@ impl Layer {
                 arrays.iter().chain([left_padding, lengths]).flatten().try_for_each(check_raw)
             }
             Layer::List(layers) => layers.iter().try_for_each(Layer::check),
-            Layer::Opaque { tensors, .. } => tensors.values().try_for_each(check_raw),
+            Layer::Opaque { class, tensors, .. } => {
+                tensors.values().try_for_each(check_raw)?;
+                if class == packed::CLASS { packed::check(tensors) } else { Ok(()) }
+            }
         }
     }
 }

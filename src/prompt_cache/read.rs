@@ -5,6 +5,7 @@
 
 use super::affine::check_codec;
 use super::layer::{KvClass, Layer, Pair, rows_of};
+use super::packed;
 use super::ring::Ring;
 use super::source::{Source, strings};
 use super::swift;
@@ -42,6 +43,9 @@ impl Source<'_> {
         }
         if class == "CacheList" {
             return self.list(i, state, meta);
+        }
+        if class == packed::CLASS {
+            return self.opaque(class, state, None);
         }
         let Some(spec) = fields_of(class) else {
             let (path, layer, class) = (self.file.path().into(), i, class.to_string());

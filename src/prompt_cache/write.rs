@@ -5,6 +5,7 @@
 
 use super::container::RawTensor;
 use super::layer::{KvClass, Layer};
+use super::packed;
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
 use crate::files;
@@ -172,8 +173,8 @@ impl<'a> Plan<'a> {
                     self.state(layer, below)?;
                 }
             }
-            Layer::Opaque { tensors, .. } => {
-                if new {
+            Layer::Opaque { class, tensors, .. } => {
+                if new && class != packed::CLASS {
                     return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
                 }
                 for (name, x) in tensors {
@@ -201,7 +202,7 @@ impl<'a> Plan<'a> {
                     self.meta(layer, format!("{path}.1.{j}"));
                 }
             }
-            Layer::Opaque { meta, .. } => {
+            Layer::Opaque { class, meta, .. } if class != packed::CLASS => {
                 for (tail, value) in meta {
                     put(format!("{path}.{tail}"), value);
                 }

@@ -1,14 +1,19 @@
 """Where a `TurboMoqCache` once went wrong: what it keeps of prompts, rows that are not finite or too large, files, see cache_contract.py."""
 
+import copy
 import gc
+import os
+import pathlib
+import subprocess
+import sys
 
 import mlx.core as mx
 import mlx_lm
 import numpy as np
-from cache_contract import STOCK, append, error, fill, held, numbers, refused, rows, same
+from cache_contract import OLD, STOCK, append, error, fill, held, numbers, refused, root, rows, same
 from mlx_lm.models import base
 from mlx_lm.models import cache as C
-from turbomoq_mlx import TurboMoqCache, convert, install, uninstall
+from turbomoq_mlx import TurboMoqCache, convert, install, load_prompt_cache, uninstall
 
 NAN = float("nan")
 
@@ -178,7 +183,28 @@ def files(folder):
             state[side].pop(at)
             refused(ValueError, name, lambda: TurboMoqCache.from_state(state))
     attends_to_the_packed_form()
+    says_what_cannot_be_loaded(folder)
     print(f"mlx-lm {mlx_lm.__version__}: files are loaded at once and checked")
+
+
+def says_what_cannot_be_loaded(folder):
+    """By this package's function; and commands of mlx-lm know packed caches if this package runs them."""
+    path = f"{folder}/named.safetensors"
+    C.save_prompt_cache(path, [fill(TurboMoqCache(), 5), fill(C.KVCache(), 3)], {"a": "b"})
+    cache, metadata = load_prompt_cache(pathlib.Path(path), return_metadata=True)
+    assert metadata == {"a": "b"} and [type(c) for c in cache] == [TurboMoqCache, C.KVCache]
+    arrays, metadata = mx.load(path, return_metadata=True)
+    place = "2.1" if OLD else "1.1"
+    for change, what in (
+        ({place: "OtherCache"}, "layer 1 is a OtherCache"),
+        ({"2.0": "" if OLD else "KVCache"}, "written by mlx-lm 0.3"),
+        (None, "not a prompt cache"),
+    ):
+        mx.save_safetensors(f"{folder}/other.safetensors", arrays, {} if change is None else metadata | change)
+        refused(ValueError, what, lambda: load_prompt_cache(f"{folder}/other.safetensors"))
+    command = [sys.executable, "-m", "turbomoq_mlx", "generate", "--help"]
+    run = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(root / "mlx/python")}, capture_output=True, text=True)
+    assert run.returncode == 0 and "--prompt-cache-file" in run.stdout, run
 
 
 def attends_to_the_packed_form():
@@ -205,3 +231,47 @@ def attends_to_the_packed_form():
         # No chunking is farther from exact attention than attention that is packed at once.
         assert error(np.concatenate([numbers(o) for o in outs], 2), whole) <= 1.1 * loss, (chunk, loss)
     uninstall()
+
+
+def saved(folder):
+    """Files with packed layers, for the Rust crate to carry and to unpack (tests/python_cache.rs)."""
+    full = [fill(TurboMoqCache(4, 3, layer=0), 700), fill(C.KVCache(), 9), fill(TurboMoqCache(8, 5, sinks=0, window=0, layer=2), 256)]
+    wide = TurboMoqCache(6, 2, layer=3, exact_call=False)
+    wide.update_and_fetch(rows(500, 6, dim=80, dtype=mx.bfloat16)[0], rows(500, 6, dim=64, dtype=mx.bfloat16)[1])
+    wide.trim(300)
+    full += [wide, fill(TurboMoqCache(layer=4), 3), C.CacheList(fill(TurboMoqCache(layer=5), 300), fill(C.KVCache(), 4))]
+    C.save_prompt_cache(f"{folder}/full.safetensors", full, {"text": "é"})
+    C.save_prompt_cache(f"{folder}/empty.safetensors", [TurboMoqCache(), TurboMoqCache(layer=1)])
+    np.savez(f"{folder}/full.npz", *[a for c in flat(full) for a in held_and_next(c)])
+
+
+def flat(cache):
+    return [part for c in cache for part in (c.caches if isinstance(c, C.CacheList) else [c])]
+
+
+def held_and_next(cache):
+    """Rows, and rows after 200 tokens more; keys and values of a width each."""
+    c = copy.deepcopy(cache)
+    dims = (c.keys.shape[-1], c.values.shape[-1])
+    more = lambda n: c.update_and_fetch(*(rows(n, 31, dim=d)[i].astype(c.keys.dtype) for i, d in enumerate(dims)))
+    return [numbers(a) for n in (1, 200, 1) for a in more(n)]
+
+
+def carried(folder):
+    """Written again by the Rust crate, for this release: the same caches, which go on in the same way."""
+    cache, metadata = C.load_prompt_cache(f"{folder}/full.safetensors", return_metadata=True)
+    packed = sum(isinstance(c, TurboMoqCache) for c in flat(cache))
+    assert metadata == {"text": "é"} and packed == 5 and [c.offset for c in flat(cache)] == [700, 9, 256, 200, 3, 300, 4]
+    assert same([a for c in flat(cache) for a in held_and_next(c)], np.load(f"{folder}/full.npz").values())
+    empty = C.load_prompt_cache(f"{folder}/empty.safetensors")
+    assert [c.offset for c in empty] == [0, 0] and [c._options[4] for c in empty] == [0, 1]
+
+
+def unpacked(folder):
+    """Unpacked by the Rust crate: mlx-lm's own class with the rows that the codes decode to."""
+    want = [a[:, :, :-1] for i, a in enumerate(np.load(f"{folder}/full.npz").values()) if i % 6 < 2]
+    cache = C.load_prompt_cache(f"{folder}/plain.safetensors")
+    assert {type(c) for c in flat(cache)} == {C.KVCache}
+    got = [numbers(a)[:, :, : c.offset] for c in flat(cache) for a in (c.keys, c.values)]
+    assert [c.offset for c in flat(cache)] == [700, 9, 256, 200, 3, 300, 4]
+    assert all(error(a, b) < 1e-3 for a, b in zip(got, want)), [error(a, b) for a, b in zip(got, want)]

@@ -57,6 +57,7 @@ def words(_):
             kv = rows(128, dim, dim=dim, dtype=mx.float32)
             for side in (library.KEY, library.VALUE):
                 worst = max(worst, against_c_library(side, bits, dim, kv[side]))
+    spreads()
     zeros = mx.zeros((1, 1, 3, 64))
     packed, scales = codec.codec(0, 0, 4, 64).encode(zeros + mx.array([0, 1, float("nan")])[:, None])
     scales = numbers(scales)[0, 0]
@@ -68,6 +69,22 @@ def words(_):
     for dim in (72, 576):
         refused(Unsupported, f"head dim {dim} of layer 5's keys", lambda: fill_dim(dim))
     print(f"mlx-lm {mlx_lm.__version__}: at most {worst[0]:.1e} of a codec's codes differ from the C library's, by {worst[1]}")
+
+
+def spreads():
+    """Codes spread to a wider word are the same codes, and give the same sums in runs of any length."""
+    rng = np.random.default_rng(5)
+    for bits, wide in codec.SPREAD.items():
+        words = mx.array(rng.integers(0, 1 << 32, (2, 3, 70, 3 * bits), dtype=np.uint32))
+        got = codec.spread(words, bits, wide)
+        codes = lambda w, b: np.unpackbits(np.array(w).view(np.uint8), axis=-1, bitorder="little").reshape(2, 3, 70, 96, b) @ (1 << np.arange(b))
+        assert got.shape == (2, 3, 70, 3 * wide) and np.array_equal(codes(got, wide), codes(words, bits)), bits
+        values = rows(300, bits, dim=80, dtype=mx.float32)[1]
+        coder, weights = codec.codec(library.VALUE, 0, bits, 80), mx.array(rng.random((1, 2, 5, 290), dtype=np.float32))
+        words, scales = coder.encode(values)
+        want = weights @ coder.levels(words, scales)[:, :, :290]
+        for codec.RUN in (64, 2048):
+            assert error(coder.weighted_sum(weights, words, scales), want) < 1e-5, (bits, codec.RUN)
 
 
 def fill_dim(dim):
@@ -190,7 +207,7 @@ def memory(_):
     kv = rows(tokens, 1, heads, dim)
     mx.eval(kv)
     floats = sum(a.nbytes for a in kv)
-    for bits, ratio in ((4, 3.0), (2, 5.0)):
+    for bits, ratio in ((4, 3.0), (3, 3.5), (2, 5.0)):
         gc.collect(), mx.clear_cache()
         before = mx.get_active_memory()
         layers = [TurboMoqCache(bits, bits, layer=i) for i in range(3)]
@@ -215,6 +232,9 @@ def memory(_):
             if step > 0:
                 most = max(most, mx.get_peak_memory() - before - grown)
         room = 4 * heads * (12 * tokens + 2 * 260 * dim)
+        if bits in codec.SPREAD:
+            # And for some copies of the words that are spread at a time.
+            room += 12 * 4 * heads * codec.RUN * dim // 8
         assert most < room, (most, room)
         # Many queries of a prompt: they go in runs of a few score matrices of the budget.
         attention.BUDGET, length = 4 << 20, 128

@@ -5,8 +5,11 @@ start FOLDER OUT      generates 64 tokens, parks, and leaves in OUT the plain ca
 go_on FOLDER OUT      a new process: resumes and goes on as from OUT/restored.safetensors, packed without the server
 """
 
+import copy
 import pathlib
+import signal
 import sys
+import warnings
 
 import mlx.core as mx
 import mlx_lm
@@ -18,7 +21,7 @@ root = pathlib.Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(root / "mlx/python"), str(root / "tests/interop")]
 
 import check
-from turbomoq_mlx import Pool, PoolError
+from turbomoq_mlx import Pool, PoolError, prefix
 
 PROMPT = mx.array(np.random.default_rng(21).integers(0, 97, (300,)))
 
@@ -83,6 +86,7 @@ def classes(folder):
     except KeyError:
         pass
     assert pool.resume("turns")[0].offset == alone[0].offset
+    interrupted(pool, model)
     pool.fork("turns", "other")
     agents = {a["id"]: a for a in pool.stats()["agents"]}
     assert agents["other"]["kind"] == "chat" and agents["other"]["bytes"] == agents["turns"]["bytes"]
@@ -90,6 +94,57 @@ def classes(folder):
     refused("not-held", lambda: pool.resume("other"))
     assert not list(pathlib.Path(pool._folder).iterdir()), "no segment is left"
     print(f"mlx-lm {mlx_lm.__version__}: {count} caches of all classes come back from the pool as they were")
+
+
+def interrupted(pool, model):
+    """Ctrl-C while layer 5 of 13 takes up a prompt: the agent has what it had, or the prefix that all layers hold."""
+    for before in (40, 0):
+        for on_error in ("keep", "park"):
+            name = f"interrupted {before} {on_error}"
+            if before:
+                with pool.session(name, model, recipe="uniform@16/16") as cache:
+                    tokens(model, cache, PROMPT[:before], 1)
+                had = cache[0].offset
+            try:
+                with pool.session(name, model, recipe="uniform@16/16", on_error=on_error) as cache:
+                    if not before:
+                        tokens(model, cache, PROMPT[:40], 1)
+                    held = check.content([copy.deepcopy(entry) for entry in cache])
+                    cache[5].update_and_fetch = lambda *_: signal.raise_signal(signal.SIGINT)
+                    model(PROMPT[None, before : before + 30], cache=cache)
+                raise AssertionError("the interrupt goes on")
+            except KeyboardInterrupt:
+                assert cache[0].offset != cache[12].offset or on_error == "park"
+            if before or on_error == "park":
+                check.same(name, held, check.content(pool.resume(name)))
+                assert not before or pool.resume(name)[0].offset == had
+            else:
+                refused("not-held", lambda: pool.resume(name))
+    # Where there is no common prefix, the agent keeps what it had, and that is said.
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            with pool.session("turns", model, on_error="park") as cache:
+                cache[3] = C.ArraysCache(2)
+                raise KeyError("a turn")
+        except KeyError:
+            pass
+    assert "layer 3 is a ArraysCache" in str(said[-1].message), said
+    ring = C.RotatingKVCache(8)
+    ring.update_and_fetch(*[mx.zeros((1, 2, 12, 8))] * 2)
+    longer, caches = C.KVCache(), [C.CacheList(C.KVCache(), ring)]
+    longer.update_and_fetch(*[mx.zeros((1, 2, 3, 8))] * 2)
+    for cache, what in (([longer, *caches], "layer 1 is a RotatingKVCache that cannot drop its last 12"),):
+        try:
+            prefix.keep_common_prefix(cache)
+            raise AssertionError("a full ring drops nothing")
+        except ValueError as error:
+            assert what in str(error) and longer.offset == 3, error
+    try:
+        with pool.session("turns", model, on_error="drop"):
+            raise AssertionError("no such way")
+    except ValueError as error:
+        assert "'drop'" in str(error)
 
 
 def start(folder, out):

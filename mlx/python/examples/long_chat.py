@@ -44,7 +44,9 @@ def main():
         cache = make_prompt_cache(model) if bits == 16 else make_turbomoq_cache(model, key_bits=bits, value_bits=bits)
         answer = "".join(r.text for r in stream_generate(model, tokenizer, prompt, max_tokens=options.tokens, prompt_cache=cache))
         held, active = sum(layer.nbytes for layer in cache), mx.get_active_memory() - idle
-        print(f"{bits} bits, {cache[0].offset} tokens: {held / 2**20:.1f} MiB by nbytes, {active / 2**20:.1f} MiB active: {answer.strip()}")
+        dtype = str(cache[0].keys.dtype).removeprefix("mlx.core.")
+        kind = f"mlx-lm's cache of {dtype}" if bits == 16 else f"{bits} bits"
+        print(f"{kind}, {cache[0].offset} tokens: {held / 2**20:.1f} MiB by nbytes, {active / 2**20:.1f} MiB active: {answer.strip()}")
         del cache
 
 

@@ -2,7 +2,7 @@
 
     python smollm2_folder.py SmolLM2-135M-Instruct.Q4_1.gguf FOLDER
 
-The 4-bit groups of a GGUF are MLX's own quantization with groups of 32, so the weights stay as they are.
+The 4-bit groups of a GGUF are MLX's own quantization with groups of 32, so those weights stay as they are; the others become f16.
 """
 
 import json
@@ -43,7 +43,8 @@ def convert(gguf: str, folder: pathlib.Path) -> None:
     if meta["tokenizer.ggml.pre"] != "smollm":
         raise SystemExit(f"{gguf}: the tokenizer splits like {meta['tokenizer.ggml.pre']!r}, this script knows 'smollm'")
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name(k): v for k, v in weights.items()}
+    # Norms are f32 in a GGUF: with them a model computes in f32, and its caches hold f32.
+    weights = {name(k): v.astype(mx.float16) if v.dtype == mx.float32 else v for k, v in weights.items()}
     mx.save_safetensors(str(folder / "model.safetensors"), weights, {"format": "mlx"})
     # Words of 32 bits and groups of 32 tell the width of each: the embedding has 8 bits.
     widths = {k[: -len(".scales")]: weights[k.replace(".scales", ".weight")].shape[1] // v.shape[1] for k, v in weights.items() if k.endswith(".scales")}

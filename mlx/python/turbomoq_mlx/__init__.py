@@ -15,6 +15,7 @@
 
 from .cache import TurboMoqCache
 from .convert import convert, make_turbomoq_cache
+from .files import load_prompt_cache
 from .library import LibraryNotFound, Unsupported
 from .patch import install, uninstall
 from .pool import Parked, Pool, PoolError, default_folder
@@ -29,6 +30,7 @@ __all__ = [
     "convert",
     "default_folder",
     "install",
+    "load_prompt_cache",
     "make_turbomoq_cache",
     "uninstall",
 ]

@@ -119,7 +119,13 @@ class TurboMoqCache:
         """
         self._check(keys, values)
         self._fetched = None
-        return self._fetch(self._append(keys, values))
+        before = {name: list(value) if isinstance(value, list) else value for name, value in self.__dict__.items()}
+        try:
+            return self._fetch(self._append(keys, values))
+        except BaseException:
+            # Buffers are written behind what is held only, so that the old counts and buffers are the old cache.
+            self.__dict__.update(before)
+            raise
 
     def keys_and_values(self) -> tuple[Optional[mx.array], Optional[mx.array]]:
         """The same pair without appending; packed tokens as they decode."""
@@ -347,7 +353,3 @@ class TurboMoqCache:
     def __getstate__(self) -> dict[str, Any]:
         # What a call has fetched is that call's.
         return self.__dict__ | {"_fetched": None}
-
-
-# mlx-lm looks the classes of a saved cache up among its own names.
-mlx_cache.TurboMoqCache = TurboMoqCache

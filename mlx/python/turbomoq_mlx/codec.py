@@ -18,6 +18,10 @@ from .library import KEY, VALUE, Unsupported, tables
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """Bits that MLX's quantized kernels read."""
+SPREAD = {3: 4, 5: 8, 6: 8}
+"""Widths of which the CPU sums codes spread to a wider one."""
+RUN = 512
+"""Tokens that are spread at a time."""
 MOST = 65504.0
 """The largest scale."""
 
@@ -154,6 +158,38 @@ class Codec:
         """Sums (B, H, M, D) in the rotated domain of the first T vectors of a buffer with weights (B, H, M, T)."""
         tokens = weights.shape[-1]
         weights = mx.where(weights == 0, 0.0, weights * scales[:, :, None, :tokens].astype(mx.float32))
+        if self.bits in SPREAD and mx.default_device().type == mx.DeviceType.cpu:
+            return self._sum_of_spread(weights, words)[..., : self.head_dim]
         if tokens < words.shape[2]:
             weights = mx.pad(weights, [(0, 0)] * 3 + [(0, words.shape[2] - tokens)])
         return self._product(weights, words, False)[..., : self.head_dim]
+
+    def _sum_of_spread(self, weights: mx.array, words: mx.array) -> mx.array:
+        """The sum on the CPU, where MLX's product without a transpose is slow for widths that do not divide a word.
+
+        Codes are spread to a width that does, some tokens at a time.
+        """
+        bits, parts = SPREAD[self.bits], []
+        for start in range(0, weights.shape[-1], RUN):
+            run = weights[..., start : start + RUN]
+            wide = spread(words[:, :, start : start + run.shape[-1]], self.bits, bits)
+            parts.append(
+                mx.quantized_matmul(run, wide, *self._grid(wide), transpose=False, group_size=self.group, bits=bits)
+            )
+        return functools.reduce(mx.add, parts)
+
+
+def spread(words: mx.array, bits: int, wide: int) -> mx.array:
+    """Words of `bits` bits a code as words of `wide` bits, 4 or 8."""
+    lane, dtype = (4, mx.uint32) if wide == 4 else (8, mx.uint64)
+    # Eight codes are `bits` bytes, and become `wide` bytes.
+    eights = words.view(mx.uint8).reshape(*words.shape[:-1], -1, bits)
+    x = mx.pad(eights, [(0, 0)] * words.ndim + [(0, lane - bits)]).view(dtype).squeeze(-1)
+    # The upper half of the codes moves up, then that of each half, then that of each quarter.
+    for codes in (4, 2, 1):
+        old, new = codes * bits, codes * wide
+        upper = mx.right_shift(x, mx.array(old, dtype))
+        if codes < 4:
+            upper = upper & mx.array(sum(((1 << old) - 1) << at for at in range(0, 8 * wide, 2 * new)), dtype)
+        x = x + upper * mx.array((1 << new) - (1 << old), dtype)
+    return x.view(mx.uint32)

@@ -11,6 +11,8 @@ import sys
 VERSION = 2
 """The least `TMQ_VERSION` that has what is called here."""
 NAME = "libturbomoq_c.dylib" if sys.platform == "darwin" else "libturbomoq_c.so"
+START = pathlib.Path.cwd()
+"""The folder that a relative TURBOMOQ_LIBRARY is meant from: a program may change its own later."""
 KEY, VALUE = 0, 1
 
 
@@ -34,9 +36,12 @@ class _Info(ctypes.Structure):
 
 @functools.lru_cache(maxsize=None)
 def load() -> ctypes.CDLL:
-    """The library: `TURBOMOQ_LIBRARY`, else beside this package, else wherever the loader finds it."""
-    beside = pathlib.Path(__file__).with_name(NAME)
-    path = os.environ.get("TURBOMOQ_LIBRARY") or (str(beside) if beside.exists() else NAME)
+    """The library: `TURBOMOQ_LIBRARY`, else the file in this package's folder, else wherever the loader finds it."""
+    inside = pathlib.Path(__file__).with_name(NAME)
+    if named := os.environ.get("TURBOMOQ_LIBRARY"):
+        path = str(START / named)
+    else:
+        path = str(inside) if inside.exists() else NAME
     how = f"build it with `cargo build --release -p turbomoq-c` and set TURBOMOQ_LIBRARY to target/release/{NAME}"
     try:
         library = ctypes.CDLL(path)

@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import socket
+import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Iterator, Optional
@@ -14,6 +15,8 @@ import mlx.core as mx
 import mlx_lm
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import load_prompt_cache, make_prompt_cache, save_prompt_cache
+
+from .prefix import keep_common_prefix
 
 VERSION = 1
 LAYOUT = "0.31" if tuple(map(int, mlx_lm.__version__.split(".")[:2])) < (0, 32) else "0.32"
@@ -125,18 +128,34 @@ class Pool:
         kind: str = "",
         priority: float = 1.0,
         recipe: Optional[str] = None,
+        on_error: str = "keep",
     ) -> Iterator[list[Any]]:
         """The agent's cache, or a new one for the model if the agent is new; parked when the block ends without an error.
 
+        After an error, Ctrl-C among them, the agent keeps what it had before the block. With `on_error="park"` it gets the prefix
+        of tokens that all layers hold, what was generated included: `resume` says by its offset how far that goes. Where there is
+        no such prefix (recurrent state, a full sliding window) it keeps what it had, and a warning says why. The error goes on.
+
         An agent whose cache was lost to others raises `PoolError` of code `evicted`: its past has to be said again, or `drop` it.
         """
+        if on_error not in ("keep", "park"):
+            raise ValueError(f'on_error {on_error!r}: neither "keep" nor "park"')
         try:
             cache = self.resume(id)
         except PoolError as error:
             if error.code != "not-held":
                 raise
             cache = make_prompt_cache(model, max_kv_size)
-        yield cache
+        try:
+            yield cache
+        except BaseException:
+            if on_error == "park":
+                try:
+                    if keep_common_prefix(cache):
+                        self.park(id, cache, kind=kind, priority=priority, recipe=recipe)
+                except Exception as reason:
+                    warnings.warn(f"{id} keeps what it had before the session: {reason}", stacklevel=3)
+            raise
         if any(getattr(entry, "offset", 1) != 0 for entry in cache):
             self.park(id, cache, kind=kind, priority=priority, recipe=recipe)
 
