@@ -17,7 +17,7 @@ pub use apply::Kernels;
 
 use crate::codec::{BandGrid, Codec};
 use crate::rotation::Rotation;
-use crate::spec::Residual;
+use crate::spec::{Residual, ScaleFormat};
 
 /// Where kernels could run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -83,7 +83,12 @@ impl Form {
     /// The form of a codec of one band without a residual, if it has one.
     pub fn of(codec: &Codec) -> Option<Form> {
         let [band] = codec.bands() else { return None };
-        if codec.channel().is_some() || codec.spec().residual != Residual::None || band.dim > MOST_CHANNELS {
+        // The texts read eight bits of a scale as `wide8`.
+        if codec.channel().is_some()
+            || codec.format() == ScaleFormat::Log8
+            || codec.spec().residual != Residual::None
+            || band.dim > MOST_CHANNELS
+        {
             return None;
         }
         let kind = match &band.grid {
