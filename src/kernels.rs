@@ -8,7 +8,7 @@
 mod apply;
 #[cfg(feature = "cuda")]
 mod cuda;
-#[cfg(feature = "metal")]
+#[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
 mod metal;
 pub mod plan;
 
@@ -18,6 +18,9 @@ pub use apply::Kernels;
 use crate::codec::{BandGrid, Codec};
 use crate::rotation::Rotation;
 use crate::spec::{Residual, ScaleFormat};
+
+/// Whether the Metal kernels are in this build: on macOS always, on other systems only to be type-checked (feature `metal`).
+pub const METAL: bool = cfg!(any(feature = "metal", all(feature = "mlx", target_os = "macos")));
 
 /// Where kernels could run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]

@@ -11,7 +11,6 @@ const TOKENS: usize = 32768;
 const CHUNK: usize = 1024;
 const HEADS: usize = 8;
 const DIM: usize = 128;
-const RECIPE: &str = "turboquant-mse@4/4,sinks=4,window=128";
 /// On MLX a uniform grid is what `quantized_matmul` reads as it lies; levels of other grids are looked up into arrays of f32 first,
 /// unless a kernel does it.
 #[cfg(feature = "mlx")]
@@ -51,6 +50,7 @@ mod process {
     use super::*;
     use turbomoq::cpu::Cpu;
 
+    const RECIPE: &str = "turboquant-mse@4/4,sinks=4,window=128";
     const CHILD: &str = "TURBOMOQ_MEMORY_CHILD";
 
     /// A line of /proc/self/status in bytes.

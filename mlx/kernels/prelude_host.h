@@ -154,18 +154,26 @@ struct Machine {
     if (_setjmp(f.here) == 0) _longjmp(scheduler, 1);
   }
 
+  // macOS still has these three functions but calls them deprecated; there is no other portable way to give a fibre its stack.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+  static void start_on(ucontext_t& start, std::vector<char>& stack) {
+    getcontext(&start);
+    start.uc_stack.ss_sp = stack.data();
+    start.uc_stack.ss_size = stack.size();
+    start.uc_link = nullptr;
+    makecontext(&start, &Machine::enter, 0);
+    setcontext(&start);
+  }
+#pragma GCC diagnostic pop
+
   void resume(int i) {
     self = i;
     if (_setjmp(scheduler) == 0) {
       Fibre& f = fibres[i];
       if (f.started) _longjmp(f.here, 1);
       f.started = true;
-      getcontext(&f.start);
-      f.start.uc_stack.ss_sp = stacks[i].data();
-      f.start.uc_stack.ss_size = stacks[i].size();
-      f.start.uc_link = nullptr;
-      makecontext(&f.start, &Machine::enter, 0);
-      setcontext(&f.start);
+      start_on(f.start, stacks[i]);
     }
   }
 

@@ -73,7 +73,7 @@ impl Kernels {
 impl Device {
     /// The GPU that MLX runs on, where this build has kernels for it.
     pub fn current() -> Device {
-        let device = match (cfg!(all(feature = "metal", target_os = "macos")), cfg!(feature = "cuda")) {
+        let device = match (super::METAL && cfg!(target_os = "macos"), cfg!(feature = "cuda")) {
             (true, _) => Device::Metal,
             (_, true) => Device::Cuda,
             _ => return Device::Cpu,
@@ -84,7 +84,7 @@ impl Device {
 
 fn make(source: &'static Source, device: Device) -> Result<Rc<dyn Backend>> {
     match device {
-        #[cfg(feature = "metal")]
+        #[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
         Device::Metal => Ok(Rc::new(super::metal::Metal::new(source)?)),
         #[cfg(feature = "cuda")]
         Device::Cuda => Ok(Rc::new(super::cuda::Cuda::new(source)?)),

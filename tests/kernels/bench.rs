@@ -257,6 +257,28 @@ impl Bench {
     }
 }
 
+/// Apple's headers call the functions that fibres are made with deprecated; here declarations of our own do.
+#[test]
+fn the_bench_has_no_warning_where_contexts_are_deprecated() {
+    let Some((name, _)) = compiler() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let path = folder.path().join("bench.cpp");
+    let deprecated = "#ifdef __APPLE__\n#define _XOPEN_SOURCE 700\n#define _DARWIN_C_SOURCE\n#endif\n#include <ucontext.h>\n\
+        extern \"C\" {\n\
+        [[deprecated]] int getcontext(ucontext_t*);\n\
+        [[deprecated]] int setcontext(const ucontext_t*);\n\
+        [[deprecated]] void makecontext(ucontext_t*, void (*)(), int, ...);\n}\n";
+    let compile = |rest: &str| {
+        std::fs::write(&path, format!("{deprecated}{rest}")).expect("write");
+        let flags = ["-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"];
+        Command::new(name).args(flags).arg(&path).output().expect("compiler")
+    };
+    let unguarded = compile("void f(ucontext_t* c) { getcontext(c); }\n");
+    assert!(!unguarded.status.success(), "the declarations above make a call a warning");
+    let bench = compile(&header(Device::Cpu));
+    assert!(bench.status.success(), "{}", String::from_utf8_lossy(&bench.stderr));
+}
+
 /// f32 elements of an output.
 pub fn floats(bytes: &[u8]) -> Vec<f32> {
     bytes.as_chunks::<4>().0.iter().map(|b| f32::from_le_bytes(*b)).collect()
