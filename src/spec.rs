@@ -214,7 +214,7 @@ impl CodecSpec {
                     [32u16, 64, 128].into_iter().filter(|&g| !per_token || d % g as usize == 0).collect();
                 if !fits.contains(&group) || (!per_token && (2 * d) % group as usize != 0) {
                     let takes = match (per_token, fits.is_empty()) {
-                        (true, true) => "none: a multiple of 32 is needed".into(),
+                        (true, true) => "none of the groups of mlx-lm".into(),
                         (true, false) => format!("{fits:?}"),
                         (false, _) => "32, 64 or 128 that divide twice its channels".to_string(),
                     };

@@ -511,10 +511,11 @@ fn every_head_dim_keeps_the_distortion_law() {
         within_the_law(&Cpu, name, bits, dim, side);
     }
     for (name, _) in PRESETS {
-        for dim in [40, 64, 72] {
-            for bits in widths(name) {
-                within_the_law(&Cpu, name, bits, dim, Side::Key);
-            }
+        for bits in widths(name) {
+            within_the_law(&Cpu, name, bits, 40, Side::Key);
+        }
+        for bits in [2.0, 3.0, 4.0] {
+            within_the_law(&Cpu, name, bits, 72, Side::Value);
         }
     }
     let dense = Recipe::preset("best", 4.0, 4.0).unwrap().spec(Side::Key, 0, 40).unwrap().unwrap();
