@@ -4,7 +4,9 @@
 
 use crate::codec::Codec;
 use crate::error::{Error, Result};
+use crate::spec::ScaleFormat;
 use crate::tensor::Tensor;
+use half::f16;
 use std::sync::Arc;
 
 /// What codes need of an engine's arrays.
@@ -131,6 +133,25 @@ pub struct Codes<T> {
     frame: Frame<T>,
     words: T,
     scales: T,
+}
+
+impl Codes<Tensor> {
+    /// What the scales stand for, f32 [B, H, T, S]; affine groups have their scales first, then their biases.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] if the scales are not of the codec's format.
+    pub fn scale_values(&self) -> Result<Tensor> {
+        let (stored, format) = (&self.scales, self.codec.format());
+        let values: Vec<f32> = match format {
+            // Scales and biases of affine groups have a sign of their own.
+            _ if self.codec.affine_group().is_some() => stored.to_f32()?,
+            ScaleFormat::F16 => {
+                stored.to_vec::<f16>()?.into_iter().map(|code| format.value(code.to_bits())).collect()
+            }
+            _ => stored.to_vec::<u8>()?.into_iter().map(|code| format.value(code.into())).collect(),
+        };
+        Tensor::new(stored.shape(), values)
+    }
 }
 
 impl<T: Buffer> Codes<T> {

@@ -35,6 +35,7 @@ pub mod scale;
 pub mod serve;
 pub mod spec;
 pub mod tensor;
+pub mod tile;
 pub mod transform;
 pub mod trellis;
 pub mod trellis_search;

@@ -1,9 +1,12 @@
 //! A recipe: how the keys and values of a cache are packed, and which tokens stay exact. Named presets are the README's table.
 
+mod head_dim;
+
 use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
 use crate::rng;
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
+use head_dim::TEMPLATE_DIM;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -11,7 +14,7 @@ use std::str::FromStr;
 /// One codec for keys, one for values, and the tokens that stay exact.
 ///
 /// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,draft=N][,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a
-/// side that is not packed; reading also takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
+/// side that is not packed; reading also takes a preset's name with options, `turboquant-mse@3/2,sinks=4`, and `exact` alone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Recipe {
@@ -57,9 +60,6 @@ pub const MOST_EXACT_TOKENS: usize = 1 << 26;
 const DRAFT: usize = 16;
 /// Greatest `draft` of a recipe: the tokens of a block.
 pub const MOST_DRAFT: usize = 128;
-
-/// Head dim for which a recipe's specs are written down.
-const TEMPLATE_DIM: usize = 128;
 
 impl Recipe {
     /// A preset at given bits for keys and values; 16 keeps a side exact, 2.5 gives half of the channels one bit more.
@@ -107,8 +107,9 @@ impl Recipe {
     /// The codec spec of one side of one layer: the recipe's, fitted to the head dim, with a seed of its own.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the codec has no form for this head dim, the plan ends before the layer, or its heads differ there,
-    /// see [`Recipe::by_heads`]; also for more than [`MOST_EXACT_TOKENS`] sinks or tokens of the window.
+    /// [`Error::Unsupported`] if the codec has no form for this head dim (`recipe/head_dim.rs` says which take its place), the plan
+    /// ends before the layer, or its heads differ there, see [`Recipe::by_heads`]; also for more than [`MOST_EXACT_TOKENS`] sinks or
+    /// tokens of the window.
     pub fn spec(&self, side: Side, layer: usize, head_dim: usize) -> Result<Option<CodecSpec>> {
         let (template, part) = match side {
             Side::Key => (self.key, 0),
@@ -130,21 +131,8 @@ impl Recipe {
                 None => return Ok(None),
             }
         }
-        let scaled =
-            |n: usize, multiple: usize| (n * head_dim / TEMPLATE_DIM / multiple * multiple).max(multiple);
-        let mut spec =
-            CodecSpec { head_dim, seed: rng::derive(template.seed, layer as u64, part), ..template };
-        if spec.outliers > 0 {
-            spec.outliers = scaled(spec.outliers.into(), if head_dim < 64 { 16 } else { 32 }) as u16;
-        }
-        if let Residual::Qjl { projections, rounds } = spec.residual {
-            spec.residual = Residual::Qjl { projections: scaled(projections.into(), 32) as u16, rounds };
-        }
-        if spec.grid == (Grid::Affine { group: 64 }) && head_dim % 64 != 0 {
-            spec.grid = Grid::Affine { group: 32 };
-        }
-        spec.validate()?;
-        Ok(Some(spec))
+        let template = CodecSpec { seed: rng::derive(template.seed, layer as u64, part), ..template };
+        head_dim::fit(template, head_dim).map(Some)
     }
 
     /// The KV heads of a layer that share their widths, each group with the recipe that packs it: `(heads, recipe)`.
@@ -204,7 +192,7 @@ fn template(name: &str, side: Side) -> CodecSpec {
         ("best", side) => {
             // Keys keep their norm: on SmolLM2 that beats the unbiased scale, whose noise lifts packed tokens above exact ones.
             let scale = if side == Side::Key { ScaleRule::Matched } else { ScaleRule::LeastSquares };
-            CodecSpec { scale, format: ScaleFormat::Log8, grid: Grid::Trellis { states: 8 }, ..base }
+            CodecSpec { scale, format: ScaleFormat::Wide8, grid: Grid::Trellis { states: 8 }, ..base }
         }
         ("turbomoq", Side::Key) | ("rotation-only", _) => CodecSpec { grid: Grid::Uniform, ..base },
         ("turbomoq", Side::Value) => CodecSpec { grid: Grid::Lloyd, ..base },
@@ -297,6 +285,9 @@ impl FromStr for Recipe {
         let first = terms.peek().copied().unwrap_or_default();
         let mut recipe = if first.contains('=') {
             Recipe::exact()
+        } else if first == "exact" {
+            terms.next();
+            Recipe::exact()
         } else {
             terms.next();
             let (name, bits) = first.split_once('@').unwrap_or((first, "4"));
@@ -375,7 +366,6 @@ mod tests {
             Err(Error::Unsupported { field: "bits", .. })
         ));
         assert!(matches!(Recipe::preset("best", 3.3, 4.0), Err(Error::Unsupported { field: "bits", .. })));
-        assert!(Recipe::preset("mlx-affine", 4.0, 4.0).unwrap().spec(Side::Key, 0, 80).is_err());
         assert!("best@4/4/4".parse::<Recipe>().is_err());
         assert!("best,sink=4".parse::<Recipe>().is_err());
         for exact in ["sinks", "window"] {

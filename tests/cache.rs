@@ -364,7 +364,7 @@ fn dtypes_are_kept_and_misfits_leave_the_cache_alone() {
         assert!(matches!(cache.update_and_fetch(&words, &words), Err(Error::Dtype { .. })));
         assert_eq!(cache.fetch().unwrap(), before);
     }
-    let shape = LayerShape { key_dim: 40, value_dim: 40 };
+    let shape = LayerShape { key_dim: 41, value_dim: 40 };
     assert!(matches!(
         LayerCache::new(Cpu, &"best".parse().unwrap(), 0, shape),
         Err(Error::Unsupported { .. })

@@ -12,7 +12,7 @@ use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 
 const RECIPES: [&str; 6] = [
-    "key=d128:b3:equalised:hadamard:trellis10:unbiased:log8,value=exact,sinks=4,window=32",
+    "key=d128:b3:equalised:hadamard:trellis10:unbiased:wide8,value=exact,sinks=4,window=32",
     "best@4/4",
     "best@2.5/16,window=32",
     "turboquant-prod@4/4,window=16",
