@@ -13,7 +13,7 @@ pub use facts::{Agent, Label, Outcome, Spill, Stats};
 pub use parcel::Pooled;
 pub(crate) use parcel::body_bytes;
 
-use crate::error::{EVICTED, Error, Result};
+use crate::error::{EVICTED, Error, Result, guarded};
 use parcel::Parcel;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use table::{Request, Slot, Table};
@@ -336,14 +336,16 @@ impl<C: Pooled> MemoryPool<C> {
         Ok(())
     }
 
-    /// Writes every cache to the disk that is in memory only, and says how many there are now. None leaves the memory.
+    /// Writes every cache to the disk that is in memory only, and says how many there are now. None leaves the memory, and one that
+    /// cannot be written keeps no other from it.
     ///
     /// # Errors
-    /// The spill's own.
+    /// [`Error::Unsaved`] names every agent that could not be written, after all were tried.
     pub fn save_all(&self) -> Result<usize> {
         let ids: Vec<String> = self.lock().slots.keys().cloned().collect();
-        ids.iter().try_for_each(|id| self.save(id))?;
-        Ok(self.stats().on_disk)
+        let failed = |id: String| guarded(|| self.save(&id)).err().map(|error| (id, error));
+        let agents: Vec<_> = ids.into_iter().filter_map(failed).collect();
+        if agents.is_empty() { Ok(self.stats().on_disk) } else { Err(Error::Unsaved { agents }) }
     }
 
     /// Changes the budget; caches leave until it is met.

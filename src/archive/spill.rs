@@ -1,16 +1,19 @@
 //! The pool's disk: one compressed file a cache, with the agent's label inside, in a folder that one process holds.
 //!
 //! A file is written beside its place, flushed and renamed, so it is whole or not there. At the start the newest version of every
-//! agent counts; older ones and unfinished files are removed, and a file that cannot be read is set aside under another name.
+//! agent counts; older ones and unfinished files are removed, and a file that cannot be read is set aside under another name. Files of
+//! other names may lie in the folder and stay as they are.
 
 use super::manifest::Manifest;
 use super::{Archive, KEY};
 use crate::error::{Error, Result};
 use crate::files;
+use crate::folders::HeldFolder;
 use crate::pool::{Label, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Where the label is, among what the user stored beside the cache.
@@ -19,27 +22,35 @@ const LABEL: &str = "turbomoq.agent";
 /// A folder of compressed files for a [`crate::pool::MemoryPool`].
 #[derive(Debug)]
 pub struct SpillFolder {
-    folder: PathBuf,
-    /// Held as long as the folder is used.
-    _lock: fs::File,
+    folder: HeldFolder,
 }
 
 impl SpillFolder {
-    /// Takes a folder, which is made if it is not there.
+    /// Takes a folder, which is made if it is not there; one that is there must be such that only its owner may enter it.
     ///
     /// # Errors
     /// [`Error::InUse`] if another process has it, [`Error::Io`].
-    pub fn open(folder: impl Into<PathBuf>) -> Result<SpillFolder> {
-        let folder = folder.into();
-        files::private_folder(&folder)?;
-        let lock = files::lock(&folder)?;
-        Ok(SpillFolder { folder, _lock: lock })
+    pub fn open(folder: impl AsRef<Path>) -> Result<SpillFolder> {
+        Ok(SpillFolder { folder: HeldFolder::take(folder.as_ref())? })
     }
 
     fn path(&self, label: &Label) -> PathBuf {
         // Versions differ between all caches of a pool, so a name that two agents share does no harm.
-        self.folder.join(format!("{:016x}-{}.tmq", files::stable_hash(label.id.as_bytes()), label.version))
+        self.folder.path().join(format!(
+            "{:016x}-{}.tmq",
+            files::stable_hash(label.id.as_bytes()),
+            label.version
+        ))
     }
+}
+
+/// Whether a name is one that [`SpillFolder::path`] gives. Other files in the folder are none of our business.
+fn is_ours(name: &str) -> bool {
+    let parts = name.strip_suffix(".tmq").and_then(|stem| stem.split_once('-'));
+    parts.is_some_and(|(hash, version)| {
+        let hex = |c: char| matches!(c, '0'..='9' | 'a'..='f');
+        hash.len() == 16 && hash.chars().all(hex) && version.parse::<u64>().is_ok()
+    })
 }
 
 fn label_of(path: &Path) -> Result<Label> {
@@ -52,6 +63,7 @@ fn label_of(path: &Path) -> Result<Label> {
 
 impl Spill<Archive> for SpillFolder {
     fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
+        self.folder.check()?;
         let path = self.path(label);
         let text = serde_json::to_string(label)
             .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
@@ -67,6 +79,7 @@ impl Spill<Archive> for SpillFolder {
     }
 
     fn remove(&self, label: &Label) -> Result<()> {
+        self.folder.check()?;
         let path = self.path(label);
         match fs::remove_file(&path) {
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::Io { path, source }),
@@ -81,20 +94,24 @@ impl Spill<Archive> for SpillFolder {
         };
         let remove = |path: &Path| fs::remove_file(path).map_err(io(path));
         let mut newest: BTreeMap<String, (Label, u64, PathBuf)> = BTreeMap::new();
-        for entry in fs::read_dir(&self.folder).map_err(io(&self.folder))? {
-            let entry = entry.map_err(io(&self.folder))?;
+        for entry in fs::read_dir(self.folder.path()).map_err(io(self.folder.path()))? {
+            let entry = entry.map_err(io(self.folder.path()))?;
             let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
-            if name.starts_with(files::UNFINISHED) {
+            // Six characters of chance follow.
+            let unfinished =
+                name.strip_prefix(files::UNFINISHED).and_then(|n| n.get(..n.len().checked_sub(6)?));
+            if unfinished.is_some_and(is_ours) {
                 remove(&path)?;
                 continue;
             }
-            if !name.ends_with(".tmq") {
+            if !is_ours(&name) {
                 continue;
             }
             let label = match label_of(&path) {
                 Ok(label) => label,
                 Err(error) => {
-                    eprintln!("turbomoq: set aside: {error}");
+                    // Standard error may be closed, which is no reason to end.
+                    drop(writeln!(std::io::stderr(), "turbomoq: set aside: {error}"));
                     fs::rename(&path, path.with_extension("damaged")).map_err(io(&path))?;
                     continue;
                 }
