@@ -1,8 +1,8 @@
-//! Private folders, each held by one process at a time.
+//! Folders that nobody else can write to, each held by one process at a time.
 //!
 //! The lock is on the folder itself, not on a file in it: nobody can remove the lock and leave the folder. Programs that clear old
-//! files out of temporary folders (systemd-tmpfiles) leave a locked folder alone. Nothing that was there before is changed: a folder
-//! whose owner or mode is wrong is refused.
+//! files out of temporary folders (systemd-tmpfiles) leave a locked folder alone. A folder that was there before is not changed: one
+//! that others own or may write to is refused.
 
 use crate::error::{Error, Result};
 use std::fs::{self, File};
@@ -10,26 +10,31 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Makes a folder that only its owner may enter; one that is there must be such a folder already.
+/// Bits of a mode by which others may write to a folder: put files there, remove and replace those of its owner.
+pub(crate) const WRITE: u32 = 0o022;
+/// Bits of a mode by which others may do anything with a folder.
+pub(crate) const ANY: u32 = 0o077;
+
+/// Makes a folder that only its owner may enter; one that is there must belong to this user, and nobody else may write to it.
 ///
 /// # Errors
-/// [`Error::Io`] names the folder: it cannot be made, is no folder, belongs to someone else, or others may enter it.
-pub(crate) fn private(path: &Path) -> Result<()> {
+/// [`Error::Io`] names the folder: it cannot be made, or is not such a folder.
+pub(crate) fn own(path: &Path) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
     if let Some(parent) = path.parent().filter(|p| !p.as_os_str().is_empty()) {
         fs::create_dir_all(parent).map_err(io)?;
     }
     match fs::DirBuilder::new().mode(0o700).create(path) {
-        Err(e) if e.kind() == ErrorKind::AlreadyExists => check_private(path),
+        Err(e) if e.kind() == ErrorKind::AlreadyExists => check(path, WRITE),
         made => made.map_err(io),
     }
 }
 
-/// Checks that a folder is a real one, no link to one, of this user, and that nobody else may enter it.
+/// Checks that a folder is a real one, no link to one, of this user, and that its mode has none of some bits.
 ///
 /// # Errors
 /// [`Error::Io`] names the folder and what is wrong.
-pub(crate) fn check_private(path: &Path) -> Result<()> {
+pub(crate) fn check(path: &Path, bits: u32) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
     let found = fs::symlink_metadata(path).map_err(io)?;
     let user = nix::unistd::geteuid().as_raw();
@@ -40,16 +45,15 @@ pub(crate) fn check_private(path: &Path) -> Result<()> {
     if found.uid() != user {
         return denied(format!("a folder of user {}, not of user {user}", found.uid()));
     }
-    if found.mode() & 0o077 != 0 {
+    if found.mode() & bits != 0 {
         let mode = found.mode() & 0o7777;
-        return denied(format!(
-            "others may enter this folder (mode {mode:o}): chmod 700 it, or name a new one"
-        ));
+        let others = if bits == ANY { "others may enter" } else { "others may write to" };
+        return denied(format!("{others} this folder (mode {mode:o}): chmod 700 it, or name a new one"));
     }
     Ok(())
 }
 
-/// A private folder that this process holds until the value is dropped or the process ends, however it ends.
+/// A folder that this process holds until the value is dropped or the process ends, however it ends.
 #[derive(Debug)]
 pub(crate) struct HeldFolder {
     path: PathBuf,
@@ -61,10 +65,10 @@ impl HeldFolder {
     /// Makes the folder if it is not there, and takes it.
     ///
     /// # Errors
-    /// [`Error::InUse`] if another process has it, those of [`private`].
+    /// [`Error::InUse`] if another process has it, those of [`own`].
     pub(crate) fn take(path: &Path) -> Result<HeldFolder> {
         let io = |source| Error::Io { path: path.into(), source };
-        private(path)?;
+        own(path)?;
         let folder = File::open(path).map_err(io)?;
         match folder.try_lock() {
             Ok(()) => {}
@@ -112,12 +116,15 @@ mod tests {
         let root = tempfile::tempdir().unwrap();
         let open = root.path().join("open");
         fs::create_dir(&open).unwrap();
-        for mode in [0o755, 0o1777, 0o710, 0o701] {
+        for mode in [0o775, 0o1777, 0o757, 0o720] {
             fs::set_permissions(&open, fs::Permissions::from_mode(mode)).unwrap();
             let text = HeldFolder::take(&open).unwrap_err().to_string();
             assert!(text.contains(&format!("mode {mode:o}")), "{text}");
             assert_eq!(fs::metadata(&open).unwrap().mode() & 0o7777, mode);
         }
+        fs::set_permissions(&open, fs::Permissions::from_mode(0o755)).unwrap();
+        assert!(HeldFolder::take(&open).is_ok() && check(&open, ANY).is_err());
+        assert_eq!(fs::metadata(&open).unwrap().mode() & 0o7777, 0o755);
         let link = root.path().join("link");
         std::os::unix::fs::symlink(root.path(), &link).unwrap();
         assert!(HeldFolder::take(&link).is_err());

@@ -45,13 +45,13 @@ pub const PARKING: &str = "best,window=0";
 /// How a server is set up.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Folder of the socket, see [`default_folder`]: one that is not there yet, or that only this user may enter.
+    /// Folder of the socket, see [`default_folder`]: a new one, or one of this user that nobody else may write to.
     pub folder: PathBuf,
     /// Bytes of the pool.
     pub budget: usize,
     /// Bytes of the caches of a type of agents.
     pub quotas: BTreeMap<String, usize>,
-    /// Folder for caches that have to leave the memory, private as the other one; without it they are lost.
+    /// Folder for caches that have to leave the memory, of the same kind; without it they are lost.
     pub spill: Option<PathBuf>,
     /// How caches are packed if a client does not say, for example [`PARKING`].
     pub recipe: Recipe,
@@ -92,7 +92,7 @@ impl Server {
     /// Takes the folder, removes what a dead server left there, finds the caches on the disk, and listens.
     ///
     /// # Errors
-    /// [`Error::InUse`] if another server has one of the folders, [`Error::Io`] (also if others may enter one of them),
+    /// [`Error::InUse`] if another server has one of the folders, [`Error::Io`] (also if others may write to one of them),
     /// [`Error::Unsupported`] if the folder's path is too long for a socket.
     pub fn start(options: Options) -> Result<Server> {
         let folders = Folders::open(&options.folder)?;

@@ -13,7 +13,7 @@ use crate::pool::{Label, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
-use std::io::Write;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// Where the label is, among what the user stored beside the cache.
@@ -26,7 +26,7 @@ pub struct SpillFolder {
 }
 
 impl SpillFolder {
-    /// Takes a folder, which is made if it is not there; one that is there must be such that only its owner may enter it.
+    /// Takes a folder, which is made if it is not there; one that is there must be this user's, and nobody else may write to it.
     ///
     /// # Errors
     /// [`Error::InUse`] if another process has it, [`Error::Io`].
@@ -104,14 +104,15 @@ impl Spill<Archive> for SpillFolder {
                 remove(&path)?;
                 continue;
             }
-            if !is_ours(&name) {
+            if !name.ends_with(".tmq") {
                 continue;
             }
             let label = match label_of(&path) {
                 Ok(label) => label,
+                Err(_) if !is_ours(&name) => continue,
                 Err(error) => {
-                    // Standard error may be closed, which is no reason to end.
-                    drop(writeln!(std::io::stderr(), "turbomoq: set aside: {error}"));
+                    // Not `eprintln!`, which panics where standard error is closed.
+                    let _ = writeln!(io::stderr(), "turbomoq: set aside: {error}");
                     fs::rename(&path, path.with_extension("damaged")).map_err(io(&path))?;
                     continue;
                 }

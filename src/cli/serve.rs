@@ -11,8 +11,8 @@ use turbomoq::{Error, Result};
 /// Arguments of the command.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Folder of the socket, one that only you may enter or a new one [default: $TURBOMOQ_FOLDER, else turbomoq in $XDG_RUNTIME_DIR,
-    /// else ~/Library/Caches/turbomoq on macOS, else /tmp/turbomoq-UID]
+    /// Folder of the socket, a new one or one of yours that nobody else may write to [default: $TURBOMOQ_FOLDER, else turbomoq in
+    /// $XDG_RUNTIME_DIR, else ~/Library/Caches/turbomoq on macOS, else /tmp/turbomoq-UID]
     #[arg(long)]
     folder: Option<PathBuf>,
     /// Bytes of all caches in memory, for example 8GiB
@@ -21,7 +21,7 @@ pub struct Arguments {
     /// Bytes of the caches of one type of agents, for example coding=2GiB
     #[arg(long, value_name = "TYPE=BYTES")]
     quota: Vec<String>,
-    /// Folder for caches that have to leave the memory, one that only you may enter or a new one; without it they are lost
+    /// Folder for caches that have to leave the memory, a new one or one of yours that nobody else may write to; without it they are lost
     #[arg(long)]
     spill: Option<PathBuf>,
     /// How caches are packed if a client does not say; a parked cache has no use for an exact window
@@ -52,13 +52,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         signals: vec![SIGTERM, SIGINT],
     };
     let folder = options.folder.clone();
+    // Whatever the server writes, wherever, is for this user alone.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     let server = Server::start(options)?;
     let on_disk = server.pool().stats().on_disk;
-    // Whether anybody reads it is not the server's concern.
-    let folder = folder.display();
-    drop(writeln!(
+    // A server whose standard output is closed serves all the same.
+    let _ = writeln!(
         std::io::stdout(),
-        "serving {folder} in {}, {on_disk} agents on the disk",
+        "serving {} in {}, {on_disk} agents on the disk",
+        folder.display(),
         bytes(arguments.budget.0 as u64)
     ));
     server.run()

@@ -8,7 +8,7 @@ use super::connection::peer;
 use super::folder::socket_path;
 use super::protocol::{IDLE, Reply, Request, VERSION};
 use crate::error::{Error, Result};
-use crate::folders::check_private;
+use crate::folders;
 use crate::prompt_cache::PromptCache;
 use nix::sys::socket::{MsgFlags, recv};
 use std::io::{BufRead, BufReader, ErrorKind, Write};
@@ -150,7 +150,7 @@ impl Client {
 
 impl Link {
     fn open(server: &Path) -> Result<Link> {
-        check_private(server)?;
+        folders::check(server, folders::WRITE)?;
         let socket = socket_path(server);
         let io = |source| Error::Io { path: socket.clone(), source };
         let stream = UnixStream::connect(&socket).map_err(io)?;
@@ -163,7 +163,7 @@ impl Link {
         let mut link = Link { reader: BufReader::new(stream), socket, folder: PathBuf::new() };
         match link.reply(Some(GREETING))? {
             Reply::Hello { version: VERSION, folder, .. } => {
-                check_private(&folder)?;
+                folders::check(&folder, folders::ANY)?;
                 Ok(Link { folder, ..link })
             }
             Reply::Error { code, message } => Err(Error::Refused { code, message }),

@@ -57,8 +57,8 @@ impl Folders {
     /// The folder of one client.
     pub(super) fn client(&self, number: u64) -> Result<ClientFolder> {
         let path = self.data.path().join(format!("c{number}"));
-        folders::private(self.data.path())?; // someone may have removed it
-        folders::private(&path)?;
+        folders::own(self.data.path())?; // someone may have removed it
+        folders::own(&path)?;
         Ok(ClientFolder { path, count: 0 })
     }
 
@@ -127,7 +127,7 @@ impl ClientFolder {
 
     /// A name that was not given before.
     pub(super) fn fresh(&mut self) -> Result<String> {
-        folders::private(&self.path)?; // someone may have removed it
+        folders::own(&self.path)?; // someone may have removed it
         self.count += 1;
         Ok(format!("r{}.safetensors", self.count))
     }
@@ -148,7 +148,7 @@ mod tests {
     fn names_stay_inside() {
         let folder = tempfile::tempdir().unwrap();
         let client = ClientFolder { path: folder.path().join("c1"), count: 0 };
-        folders::private(&client.path).unwrap();
+        folders::own(&client.path).unwrap();
         fs::write(client.path.join("p1"), b"x").unwrap();
         fs::write(folder.path().join("secret"), b"x").unwrap();
         std::os::unix::fs::symlink(folder.path().join("secret"), client.path.join("link")).unwrap();
@@ -178,11 +178,11 @@ mod tests {
         assert!(!data.exists());
         // A folder that is gone is made again for the next client, private as before.
         let client = second.client(1).unwrap();
-        folders::check_private(&data).unwrap();
+        folders::check(&data, folders::ANY).unwrap();
         fs::remove_dir_all(&client.path).unwrap();
         let mut client = client;
         client.fresh().unwrap();
-        folders::check_private(&client.path).unwrap();
+        folders::check(&client.path, folders::ANY).unwrap();
         second.clean_up().unwrap();
     }
 
