@@ -6,9 +6,11 @@
 
 mod manifest;
 mod parked;
+#[cfg(unix)]
 mod spill;
 
 pub use parked::{parked_bytes, parked_model_bytes, plan_within};
+#[cfg(unix)]
 pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};

@@ -1,10 +1,10 @@
-//! Files written whole or not at all: a temporary sibling, flushed to the disk, renamed. And folders of one user and one process.
+//! Files written whole or not at all: a temporary sibling, flushed to the disk, renamed.
 
 use crate::error::{Error, Result};
 use std::io::Write;
 use std::path::Path;
 
-/// How the name of a temporary sibling begins.
+/// How the name of a temporary sibling begins; the name that it is to have follows.
 pub(crate) const UNFINISHED: &str = ".turbomoq-";
 
 /// Replaces `path` by the joined parts in one step and gives the bytes written. On an error `path` is as it was.
@@ -24,7 +24,10 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> std::io::R
     let io = |source| Error::Io { path: path.into(), source };
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
-    builder.prefix(UNFINISHED);
+    let name = path.file_name().filter(|name| name.len() < 200).unwrap_or_default();
+    let mut prefix = std::ffi::OsString::from(UNFINISHED);
+    prefix.push(name);
+    builder.prefix(&prefix);
     #[cfg(unix)]
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o666); // less the umask, as for any new file
     #[cfg(unix)]
@@ -48,42 +51,6 @@ pub fn distinct(input: &Path, output: &Path) -> Result<()> {
     match (input.canonicalize(), output.canonicalize()) {
         (Ok(a), Ok(b)) if a == b => Err(Error::SameFile { path: output.into() }),
         _ => Ok(()),
-    }
-}
-
-/// Makes a folder that only its owner may enter; one that is there becomes so.
-///
-/// # Errors
-/// [`Error::Io`] names the folder: it cannot be made, is no folder, or belongs to someone else.
-pub fn private_folder(path: &Path) -> Result<()> {
-    let io = |source| Error::Io { path: path.into(), source };
-    std::fs::create_dir_all(path).map_err(io)?;
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::{MetadataExt, PermissionsExt};
-        let found = std::fs::symlink_metadata(path).map_err(io)?;
-        let owner = nix::unistd::geteuid().as_raw();
-        if !found.is_dir() || found.uid() != owner {
-            let text = format!("not a folder of user {owner}");
-            return Err(io(std::io::Error::new(std::io::ErrorKind::PermissionDenied, text)));
-        }
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o700)).map_err(io)?;
-    }
-    Ok(())
-}
-
-/// Takes the lock of a folder, held until the file is dropped or the process ends, however it ends.
-///
-/// # Errors
-/// [`Error::InUse`] if another process has it, [`Error::Io`].
-pub fn lock(folder: &Path) -> Result<std::fs::File> {
-    let path = folder.join("lock");
-    let file = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(&path);
-    let file = file.map_err(|source| Error::Io { path: path.clone(), source })?;
-    match file.try_lock() {
-        Ok(()) => Ok(file),
-        Err(std::fs::TryLockError::WouldBlock) => Err(Error::InUse { path: folder.into() }),
-        Err(std::fs::TryLockError::Error(source)) => Err(Error::Io { path, source }),
     }
 }
 

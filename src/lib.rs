@@ -14,6 +14,8 @@ pub mod cpu;
 pub mod engine;
 pub mod error;
 pub mod files;
+#[cfg(unix)]
+pub(crate) mod folders;
 pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;

@@ -7,6 +7,9 @@ use std::path::PathBuf;
 /// Version of the protocol, in the greeting.
 pub const VERSION: u32 = 1;
 
+/// Code of the error that an idle client reads when others needed its place: what it sent since was not done.
+pub(super) const IDLE: &str = "idle";
+
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
