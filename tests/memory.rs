@@ -222,7 +222,8 @@ fn held_is_reported<E: Engine + Clone>(
         let tokens = [1, 1, 7, 128, 300, 2048][if i == 0 { 5 } else { (rng.uniform() * 6.0) as usize }];
         let mut put = |heads: usize| engine.put(&half(heads, tokens, D, &mut rng)).unwrap();
         let (k, v, q) = (put(H), put(H), put(2 * H));
-        match (rng.uniform() * 6.0) as usize {
+        let kind = (rng.uniform() * 6.0) as usize;
+        match kind {
             0 => drop(cache.update_and_fetch(&k, &v).unwrap()),
             1 | 2 => cache.append(&k, &v).unwrap(),
             3 => {
@@ -240,17 +241,21 @@ fn held_is_reported<E: Engine + Clone>(
                 drop(cache.update_and_attend(&one(&q), &one(&k), &one(&v), &rules).unwrap());
             }
         }
+        kind
     };
     // Tables and threads are there before anything is counted; codecs are shared by clones.
     let mut warm = cache.clone();
-    (0..3).for_each(|i| call(&mut warm, i));
+    for i in 0..3 {
+        call(&mut warm, i);
+    }
     live(&warm);
     drop(warm);
     let before = live(&cache);
     for i in 0..calls {
-        call(&mut cache, i);
+        let kind = call(&mut cache, i);
         let (held, reported) = (live(&cache) - before, cache.nbytes());
-        let what = format!("{recipe}, {policy}, call {i}, {} tokens", cache.len());
+        let what = format!("{recipe}, {policy}, call {i} of kind {kind}, {} tokens", cache.len());
+        println!("{what}: {held} {reported} {}", held as i64 - reported as i64);
         assert!(held.abs_diff(reported) < slack, "{what}: {held} bytes held, {reported} reported");
     }
 }
