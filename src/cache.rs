@@ -277,10 +277,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Makes the empty window, which tells dtype and heads, before the first token.
     fn open(&mut self, undo: &mut Undo<E::Tensor>, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         if self.window.is_none() {
-            let (keys, values) = (keys.slice(2, 0, 0)?, values.slice(2, 0, 0)?);
-            if let Some(empty) = self.grown(None, 0, self.full_window(), &keys, &values)? {
-                undo.replace_window(self, empty);
-            }
+            let empty = self.room(keys, values, 0)?;
+            undo.replace_window(self, empty);
         }
         Ok(())
     }

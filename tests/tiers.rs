@@ -138,8 +138,8 @@ fn used_bytes_are_those_of_the_tokens_that_a_trim_has_left() {
     // The same tokens by another way: trimmed, and with the queries that are kept for the first frame.
     let mut one = tiered(&Cpu, "best@4/4", "none");
     let mut two = one.clone();
-    one.append(&cut(&x, 0, 600), &cut(&x, 0, 600)).unwrap();
-    one.trim(500).unwrap();
+    one.append(&cut(&x, 0, 250), &cut(&x, 0, 250)).unwrap();
+    one.trim(150).unwrap();
     let rules = turbomoq::attention::Rules::causal(0.1);
     two.update_and_attend(&cut(&x, 0, 100), &cut(&x, 0, 100), &cut(&x, 0, 100), &rules).unwrap();
     assert_eq!(one.used_bytes(), two.used_bytes());

@@ -99,7 +99,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     }
 
     /// A buffer of up to `most` rows with the first `len` of an exact one and room for more; `None` where there is room already.
-    pub(super) fn grown(
+    fn grown(
         &self,
         exact: Option<&Exact<E::Tensor>>,
         len: usize,

@@ -1,6 +1,6 @@
 //! What a call does in every group of a batch: dealt out to them, and put together again.
 
-use super::consistent::misfit;
+use super::consistent::{MOST_TOKENS, misfit};
 use super::padding::Group;
 use super::undo::Undo;
 use super::{LayerCache, LayerReport, LayerShape, SequenceCache, State};
@@ -263,6 +263,9 @@ impl<E: Engine + Clone> LayerCache<E> {
         let Ok(Padded { left_padding, offset, sequences }) = serde_json::from_str(&state.meta) else {
             return SequenceCache::from_state(engine, state).map(LayerCache::from);
         };
+        if offset > MOST_TOKENS || left_padding.iter().any(|&p| p > MOST_TOKENS) {
+            return Err(misfit(format!("left padding {left_padding:?}, the offset is {offset}")));
+        }
         let mut caches = vec![];
         for (i, meta) in sequences.into_iter().enumerate() {
             let prefix = format!("{i}.");

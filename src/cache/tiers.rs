@@ -118,7 +118,7 @@ impl Tiers {
     /// Takes back what queries at `target` and later were observed to attend to.
     pub(super) fn forget(&mut self, target: usize) {
         let first = self.seen.partition_point(|s| s.tokens.end <= target);
-        let Some(seen) = self.seen.get(first) else { return };
+        let Some(seen) = self.seen.get(first).cloned() else { return };
         let counted = seen.unobserved + target.saturating_sub(seen.tokens.start);
         self.unobserved = counted.min(self.observe_every - 1);
         if let Some((masses, exact)) = self.seen[first..].iter().find_map(|s| s.masses.clone())
@@ -128,6 +128,9 @@ impl Tiers {
             self.exact = exact;
         }
         self.seen.truncate(first);
+        if seen.tokens.start < target {
+            self.seen.push(Seen { tokens: seen.tokens.start..target, masses: None, ..seen });
+        }
     }
 }
 

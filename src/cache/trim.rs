@@ -14,6 +14,9 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// See [`super::LayerCache::trim`].
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let n = n.min(self.offset);
+        if n == 0 {
+            return Ok(0);
+        }
         let target = self.offset - n;
         if let Some(border) = self.crossed(target) {
             let mut before = self.clone();
