@@ -113,7 +113,7 @@ fn states<E: Engine + Clone>(engine: &E) -> [State<E::Tensor>; 2] {
     let (k, v) = (keys(&[1, 2, 500, 64], 1), gauss(&[1, 2, 500, 64], 2));
     ["progressive:128=4/4,rest=3/2", "none"].map(|policy| {
         let recipe =
-            "centred,key=d64:b4+16:equalised:hadamard:lloyd,value=d64:b4:hadamard:lloyd,sinks=4,window=32";
+            "key=d64:b4+16:equalised:hadamard:lloyd,value=d64:b4:hadamard:lloyd,centred,sinks=4,window=32";
         let cache = cache(engine, recipe, 64).with_tiers(&policy.parse().unwrap(), 4);
         let mut cache = cache.unwrap();
         cache.append(&engine.put(&k).unwrap(), &engine.put(&v).unwrap()).unwrap();
@@ -210,7 +210,7 @@ fn positions_of_a_state_that_do_not_add_up_are_refused() {
             let bad = State { meta: state.meta.replacen(from, to, 1), ..state.clone() };
             let made = LayerCache::from_state(Cpu, &bad);
             assert!(
-                matches!(made, Err(Error::Parse { .. } | Error::CodecMismatch { .. })),
+                matches!(made, Err(Error::Parse { .. } | Error::CodecMismatch { .. } | Error::Shape { .. })),
                 "{from} to {to}: {made:?}"
             );
         }
