@@ -10,6 +10,7 @@ mod layer;
 mod read;
 mod ring;
 mod source;
+mod swift;
 mod tree;
 mod write;
 
