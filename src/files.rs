@@ -4,7 +4,7 @@ use crate::error::{Error, Result};
 use std::io::Write;
 use std::path::Path;
 
-/// How the name of a temporary sibling begins; the name that it is to have follows.
+/// How the name of a temporary sibling begins. Its writer holds a lock on it, so one without a lock was left by a dead process.
 pub(crate) const UNFINISHED: &str = ".turbomoq-";
 
 /// Replaces `path` by the joined parts in one step and gives the bytes written. On an error `path` is as it was.
@@ -24,15 +24,14 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> std::io::R
     let io = |source| Error::Io { path: path.into(), source };
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
-    let name = path.file_name().filter(|name| name.len() < 200).unwrap_or_default();
-    let mut prefix = std::ffi::OsString::from(UNFINISHED);
-    prefix.push(name);
-    builder.prefix(&prefix);
+    builder.prefix(UNFINISHED);
     #[cfg(unix)]
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o666); // less the umask, as for any new file
     #[cfg(unix)]
     builder.permissions(mode);
     let temporary = builder.tempfile_in(parent).map_err(io)?;
+    // A file system without locks is no reason not to write.
+    let _ = temporary.as_file().try_lock();
     let mut out = std::io::BufWriter::with_capacity(1 << 20, temporary.as_file());
     fill(&mut out).and_then(|()| out.flush()).map_err(io)?;
     drop(out);

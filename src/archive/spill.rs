@@ -69,7 +69,12 @@ impl Spill<Archive> for SpillFolder {
             .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
         let mut labelled = cache.clone();
         labelled.metadata.insert(LABEL.into(), text);
-        labelled.write(&path)
+        let saved = labelled.write(&path);
+        if saved.is_err() {
+            // It may be in its place already, if only its folder could not be flushed.
+            drop(fs::remove_file(&path));
+        }
+        saved
     }
 
     fn load(&self, label: &Label) -> Result<Archive> {
@@ -100,11 +105,11 @@ impl Spill<Archive> for SpillFolder {
         for entry in entries {
             let entry = entry.map_err(io(folder))?;
             let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
-            // Six characters of chance follow.
-            let unfinished =
-                name.strip_prefix(files::UNFINISHED).and_then(|n| n.get(..n.len().checked_sub(6)?));
-            if unfinished.is_some_and(is_ours) {
-                remove(&path)?;
+            if name.starts_with(files::UNFINISHED) {
+                // A command that writes into this folder is none of our business; what a dead one left is.
+                if fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
+                    remove(&path)?;
+                }
                 continue;
             }
             if !name.ends_with(".tmq") {

@@ -62,6 +62,6 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         "serving {} in {}, {on_disk} agents on the disk",
         folder.display(),
         bytes(arguments.budget.0 as u64)
-    ));
+    );
     server.run()
 }
