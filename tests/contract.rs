@@ -162,7 +162,7 @@ fn false_tables_are_refused<E: Engine + Clone>(engine: &E) {
             // Another dtype of the right shape.
             let mut bad = good.clone();
             let zeros = Tensor::new(
-                &engine.get(&good.arrays[name]).unwrap().shape().to_vec(),
+                engine.get(&good.arrays[name]).unwrap().shape(),
                 vec![0i32; engine.get(&good.arrays[name]).unwrap().len()],
             );
             bad.arrays.insert(name.into(), engine.put(&zeros.unwrap()).unwrap());

@@ -14,8 +14,8 @@ use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
 
-/// Positions up to which a cache can be put together; sums of two cannot overflow.
-const MOST_TOKENS: usize = 1 << 48;
+/// Positions up to which a cache can be put together: those that an engine can count.
+pub(super) const MOST_TOKENS: usize = i32::MAX as usize;
 
 impl<E: Engine + Clone> SequenceCache<E> {
     /// Checks the parts of a cache against one another.
