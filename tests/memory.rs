@@ -245,7 +245,9 @@ fn held_is_reported<E: Engine + Clone>(
     };
     // Tables and threads are there before anything is counted; codecs are shared by clones.
     let mut warm = cache.clone();
-    (0..3).for_each(|i| drop(call(&mut warm, i)));
+    for i in 0..3 {
+        call(&mut warm, i);
+    }
     live(&warm);
     drop(warm);
     let before = live(&cache);
