@@ -159,13 +159,28 @@ impl Codec {
                 Some(Qjl::new(spec.head_dim, projections as usize, rounds as usize, spec.seed))
             }
         };
-        let rounds = qjl.as_ref().map_or(0, Qjl::rounds);
-        let signs = qjl.as_ref().map_or(0, |q| rounds * q.projections() / 32);
-        let row_scales = match spec.grid {
+        let [row_words, row_scales] = Codec::row_size(&spec)?;
+        Ok(Codec { spec, row_words, row_scales, bands, qjl, fitted, channel })
+    }
+
+    /// Words and scales of an encoded vector, without the tables: what a file is held to before it may cost any.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a head dim that no rotation covers.
+    pub(crate) fn row_size(spec: &CodecSpec) -> Result<[usize; 2]> {
+        let bands = layout(spec)?;
+        let words: usize = bands.iter().map(|band| bits::words(band.dim, band.bits)).sum();
+        let (signs, rounds) = match spec.residual {
+            Residual::None => (0, 0),
+            Residual::Qjl { projections, rounds } => {
+                (usize::from(rounds) * usize::from(projections) / 32, usize::from(rounds))
+            }
+        };
+        let scales = match spec.grid {
             Grid::Affine { group } | Grid::ChannelAffine { group } => 2 * spec.head_dim / group as usize,
             _ => bands.len() + rounds,
         };
-        Ok(Codec { spec, row_words: word + signs, row_scales, bands, qjl, fitted, channel })
+        Ok([words + signs, scales])
     }
 
     /// Whether a spec has a form, without building its tables.
@@ -219,7 +234,15 @@ impl Codec {
 
     /// The format in which scales are stored; affine scales and biases are always half floats.
     pub fn format(&self) -> ScaleFormat {
-        if self.affine_group().is_some() { ScaleFormat::F16 } else { self.spec.format }
+        Codec::scale_format(&self.spec)
+    }
+
+    /// [`Codec::format`] from the spec alone.
+    pub(crate) fn scale_format(spec: &CodecSpec) -> ScaleFormat {
+        match spec.grid {
+            Grid::Affine { .. } | Grid::ChannelAffine { .. } => ScaleFormat::F16,
+            _ => spec.format,
+        }
     }
 
     /// Bytes of an encoded vector.

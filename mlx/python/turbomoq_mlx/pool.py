@@ -179,8 +179,12 @@ class Pool:
         priority: float = 1.0,
         recipe: Optional[str] = None,
         metadata: Optional[dict[str, str]] = None,
+        uneven: bool = False,
     ) -> Parked:
-        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed."""
+        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed.
+
+        Layers that stand at different tokens are refused, unless `uneven` says that it is meant.
+        """
         for layer, entry in enumerate(cache):
             if type(entry).__name__.startswith("Batch"):
                 name = type(entry).__name__
@@ -189,6 +193,8 @@ class Pool:
         self._count += 1
         segment = f"p{self._count}.safetensors"
         request = {"op": "park", "id": id, "segment": segment, "kind": kind, "priority": priority, "recipe": recipe}
+        if uneven:
+            request["uneven"] = True
         path = None
 
         def save(folder: pathlib.Path) -> None:
