@@ -15,6 +15,7 @@ mod folder;
 mod gate;
 mod listener;
 mod protocol;
+mod trim;
 
 pub use client::Client;
 pub use folder::{default_folder, socket_path};

@@ -9,7 +9,7 @@ use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::files;
 use crate::folders::HeldFolder;
-use crate::pool::{Label, Spill};
+use crate::pool::{Label, Parcel, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
@@ -42,6 +42,31 @@ impl SpillFolder {
             label.version
         ))
     }
+
+    /// Writes the file of a cache; on an error there is none.
+    fn write(&self, label: &Label, write: impl FnOnce(&Path) -> Result<u64>) -> Result<u64> {
+        self.folder.check()?;
+        let path = self.path(label);
+        let saved = write(&path);
+        if saved.is_err() {
+            // It may be in its place already, if only its folder could not be flushed.
+            drop(fs::remove_file(&path));
+        }
+        saved
+    }
+
+    /// Metadata of a cache with the label among it.
+    fn labelled(
+        &self,
+        label: &Label,
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<BTreeMap<String, String>> {
+        let text = serde_json::to_string(label)
+            .map_err(|e| Error::Format { path: self.path(label), detail: e.to_string() })?;
+        let mut metadata = metadata.clone();
+        metadata.insert(LABEL.into(), text);
+        Ok(metadata)
+    }
 }
 
 /// Whether a name is one that [`SpillFolder::path`] gives. Other files in the folder are none of our business.
@@ -62,18 +87,13 @@ fn label_of(path: &Path) -> Result<Label> {
 
 impl Spill<Archive> for SpillFolder {
     fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
-        self.folder.check()?;
-        let path = self.path(label);
-        let text = serde_json::to_string(label)
-            .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
-        let mut labelled = cache.clone();
-        labelled.metadata.insert(LABEL.into(), text);
-        let saved = labelled.write(&path);
-        if saved.is_err() {
-            // It may be in its place already, if only its folder could not be flushed.
-            drop(fs::remove_file(&path));
-        }
-        saved
+        let metadata = self.labelled(label, &cache.metadata)?;
+        self.write(label, |path| Archive { metadata, ..cache.clone() }.write(path))
+    }
+
+    fn save_parcel(&self, label: &Label, parcel: &Parcel<Archive>) -> Result<u64> {
+        let metadata = self.labelled(label, &parcel.rest().metadata)?;
+        self.write(label, |path| Archive::write_parcel(parcel, &metadata, path))
     }
 
     fn load(&self, label: &Label) -> Result<Archive> {
