@@ -1,11 +1,16 @@
 //! The compressed file: one safetensors file that says what it is, and the way from a prompt cache to it and back.
 //!
-//! Metadata holds one entry, `turbomoq`, a JSON manifest: format version, recipe, the layout and user metadata of the source, and
-//! for every layer its class, shapes and codecs. Tensors are `<layer>.<side>.<part>` for the parts words, scales, centre, gain,
-//! order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
+//! Metadata holds `turbomoq`, a JSON manifest: format version, recipe, the layout and user metadata of the source, for every layer
+//! its class, shapes and codecs, and for every tensor a checksum. Tensors are `<layer>.<side>.<part>` for the parts words, scales,
+//! centre, gain, order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
+//!
+//! A checksum is 16 hexadecimal digits of the 64-bit XXH3 of the tensor's dtype and shape as text, `F16[1, 2, 40, 64]`, and its
+//! bytes after them. The metadata entry `turbomoq.checksum` is the XXH3 of the manifest's text. Version 1 had no checksums.
 
+mod check;
 mod manifest;
 mod parked;
+mod reader;
 mod spill;
 
 pub use parked::{parked_bytes, parked_model_bytes, plan_within};
@@ -15,20 +20,24 @@ use crate::codes::{Buffer, Codes, Frame};
 use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::files;
 use crate::pool::Pooled;
-use crate::prompt_cache::{Container, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring};
+use crate::prompt_cache::{
+    Container, Image, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring,
+};
 use crate::recipe::Recipe;
 use crate::tensor::{Dtype, Tensor};
-use manifest::{Manifest, Reader, lay_out};
+use manifest::{Checksum, Manifest, lay_out};
+use rayon::prelude::*;
+use reader::Reader;
 use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Version of the format that this crate writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
-/// Metadata key of the manifest.
+/// Version of the format that this crate writes; it reads this one and those before it.
+pub const VERSION: u32 = 2;
+/// Metadata keys of the manifest and of its checksum.
 const KEY: &str = "turbomoq";
+const CHECKSUM_KEY: &str = "turbomoq.checksum";
 
 /// A compressed prompt cache.
 #[derive(Clone, Debug)]
@@ -181,7 +190,7 @@ impl Archive {
             .stats()
     }
 
-    /// Writes the file in one step: a sibling, flushed, renamed. Returns its bytes.
+    /// Writes the file in one step, see [`crate::files`]; nothing is copied on the way. Returns its bytes.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; then `path` is as it was.
@@ -190,50 +199,50 @@ impl Archive {
         let mut tensors = BTreeMap::new();
         let layers =
             self.layers.iter().enumerate().map(|(i, e)| lay_out(e, &i.to_string(), &mut tensors)).collect();
+        let checksums = tensors.par_iter().map(|(name, t)| (name.clone(), Checksum(t.checksum()))).collect();
         let manifest = Manifest {
             version: VERSION,
             recipe: self.recipe.clone(),
             layout: self.layout.to_string(),
             metadata: self.metadata.clone(),
             layers,
+            checksums,
         };
         let bad = |detail: String| Error::Format { path: path.into(), detail };
         let text = serde_json::to_string(&manifest).map_err(|e| bad(e.to_string()))?;
-        let views = tensors.iter().map(|(name, t)| {
-            let view = safetensors::tensor::TensorView::new(t.dtype, t.shape.clone(), &t.bytes);
-            view.map(|view| (name, view)).map_err(|e| bad(e.to_string()))
-        });
-        let views = views.collect::<Result<Vec<_>>>()?;
-        let metadata = Some(HashMap::from([(KEY.to_string(), text)]));
-        let bytes = safetensors::serialize(views, metadata).map_err(|e| bad(e.to_string()))?;
-        files::replace(path, &[&bytes])
+        let sum = Manifest::checksum(&text);
+        let metadata = BTreeMap::from([(KEY.to_string(), text), (CHECKSUM_KEY.to_string(), sum)]);
+        Image::new(&metadata, tensors.into_iter().collect()).map_err(bad)?.write(path)
     }
 
-    /// Reads a file that [`Archive::write`] made.
+    /// Reads a file that [`Archive::write`] made, of this format version or an older one.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] for a file that is truncated, inconsistent, not of this format or of another version.
+    /// [`Error::Io`]; [`Error::Format`] for a file that is truncated, damaged, inconsistent, not of this format or of a newer version.
     pub fn read(path: impl AsRef<Path>) -> Result<Archive> {
-        let file = Container::open(path.as_ref())?;
-        let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
-        // The version comes first: a newer file may have a manifest that this version cannot read.
-        #[derive(Deserialize)]
-        struct Head {
-            version: u32,
+        Archive::read_with(path.as_ref(), true)
+    }
+
+    /// As [`Archive::read`] without the checksums: for what can be saved of a damaged file. All other checks are made.
+    ///
+    /// # Errors
+    /// As [`Archive::read`].
+    pub fn read_unverified(path: impl AsRef<Path>) -> Result<Archive> {
+        Archive::read_with(path.as_ref(), false)
+    }
+
+    fn read_with(path: &Path, verify: bool) -> Result<Archive> {
+        let mut file = Container::open(path)?;
+        let Manifest { recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
+        let layout = layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
+        let layers = layers.into_iter().enumerate().map(|(layer, manifest)| {
+            Reader { file: &file, recipe: &recipe, at: layer.to_string(), layer }.entry(manifest)
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        match file.unread() {
+            Some(name) => Err(file.bad(format!("tensor {name:?} belongs to no layer of the manifest"))),
+            None => Ok(Archive { recipe, layout, metadata, layers }),
         }
-        let head: Head = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
-        if head.version != VERSION {
-            return Err(
-                file.bad(format!("format version {}, this program reads version {VERSION}", head.version))
-            );
-        }
-        let manifest: Manifest =
-            serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
-        let layout = manifest.layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
-        let layers = manifest.layers.into_iter().enumerate();
-        let layers =
-            layers.map(|(i, m)| Reader { file: &file, at: i.to_string() }.entry(m)).collect::<Result<_>>()?;
-        Ok(Archive { recipe: manifest.recipe, layout, metadata: manifest.metadata, layers })
     }
 }
 

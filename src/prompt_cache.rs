@@ -6,6 +6,7 @@
 
 pub mod affine;
 mod container;
+mod image;
 mod layer;
 mod read;
 mod ring;
@@ -16,6 +17,7 @@ mod write;
 pub use affine::Packed;
 pub(crate) use container::Container;
 pub use container::RawTensor;
+pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
 pub use ring::Ring;
 
