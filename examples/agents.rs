@@ -251,7 +251,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let sample = source.cache(0)?;
     let kv = sample.layers.iter().filter_map(|layer| layer.attention_kv().transpose());
     let kv = kv.collect::<turbomoq::Result<Vec<_>>>()?;
-    let scores = score_heads(&kv.iter().map(|kv| &kv.keys).collect::<Vec<_>>())?;
+    let scores = score_heads(&kv.iter().map(|kv| &kv.keys).collect::<Vec<_>>(), None)?;
     let table = Calibration::from_scores(shape, "the sample's keys", &scores)?;
     let plan = plan_within(&arguments.recipe, &table, tokens, budget / agents)?;
     let recipe = Recipe { plan: Some(plan), ..arguments.recipe.clone() };

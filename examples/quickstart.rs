@@ -6,7 +6,6 @@ use turbomoq::calibration::{Calibration, Unit, score_heads};
 use turbomoq::compressor::Compressor;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
-use turbomoq::ffi;
 use turbomoq::policy::{ModelShape, ProgressivePolicy};
 use turbomoq::pool::MemoryPool;
 use turbomoq::rng::Rng;
@@ -18,31 +17,6 @@ fn sample(stream: u64) -> Result<Tensor> {
     let shape = [1, 8, 512, 128];
     let mut rng = Rng::new(42, stream);
     Tensor::new(&shape, (0..shape.iter().product()).map(|_| rng.normal() as f32).collect())
-}
-
-/// Scores eight heads of one layer and spreads 3 bits over them.
-fn c_api() -> Result<()> {
-    let keys = sample(7)?.to_f32()?;
-    let rows = ffi::tmq_rows {
-        struct_size: size_of::<ffi::tmq_rows>(),
-        data: keys.as_ptr().cast(),
-        dtype: ffi::TMQ_F32,
-        heads: 8,
-        tokens: 512,
-        head_dim: 128,
-        token_stride: 128,
-        head_stride: 512 * 128,
-    };
-    let (mut scores, mut bits) = ([0f64; 8], [0u8; 8]);
-    // SAFETY: the rows lie inside `keys`, and both outputs have a place for each head.
-    let done = unsafe {
-        [
-            ffi::tmq_score_heads(&rows, 1, std::ptr::null(), scores.as_mut_ptr(), 8),
-            ffi::tmq_allocate_bits(scores.as_ptr(), 1, 8, 128, 3.0, bits.as_mut_ptr(), 8),
-        ]
-    };
-    println!("{done:?}: bits {bits:?}");
-    Ok(())
 }
 
 fn main() -> Result<()> {
@@ -73,7 +47,7 @@ fn main() -> Result<()> {
     println!("evicted {evicted:?}, still there: {}", pool.get("research-agent-1")?.layers.len());
     println!("-- score heads, and spread three bits a value over them");
     let keys: Vec<&Tensor> = layers.iter().map(|(keys, _)| keys).collect();
-    let scores = score_heads(&keys)?;
+    let scores = score_heads(&keys, None)?;
     println!("bits of the heads of layer 0: {:?}", &scores.allocate_bits(3.0)?[..8]);
     let shape = ModelShape { layers: 4, kv_heads: 8, key_dim: 128, value_dim: 128 };
     let plan = Calibration::from_scores(shape, "the keys", &scores)?.plan(Unit::Head, 3.0, 1, 8)?;
@@ -113,9 +87,6 @@ fn main() -> Result<()> {
     let model = ModelShape { layers: 32, kv_heads: 8, key_dim: 128, value_dim: 128 };
     let tokens = ProgressivePolicy::default().capacity(&"best".parse()?, &model, 8_100_000_000)?;
     println!("context: {tokens} tokens");
-
-    println!("-- scores of heads and bits for them, through the C API as a program in C would");
-    c_api()?;
 
     println!("-- QJL residual at sub-2-bit widths, and what beats it at equal bits");
     for text in [

@@ -206,11 +206,16 @@ impl Calibration {
     }
 }
 
-/// Scores heads by their keys [B, H, T, D], one array a layer: by spectrum and by the layer's place.
+/// Most channels of a head that is scored: the spectrum of its covariance costs the cube of them.
+const MOST_SCORED_CHANNELS: usize = 1024;
+
+/// Scores heads by their keys [B, H, T, D], one array a layer: by spectrum, by the layer's place, and by `sensitivity` if it is
+/// known (one number for each layer and head).
 ///
 /// # Errors
-/// [`Error::Shape`] if the layers do not agree in H and D, or one has no token; [`Error::Dtype`] if keys are no floats.
-pub fn score_heads(layers: &[&Tensor]) -> Result<HeadScores> {
+/// [`Error::Shape`] if the layers do not agree in H and D, one has no token or heads of more than 1024 channels, or `sensitivity`
+/// has another length; [`Error::Dtype`] if keys are no floats; [`Error::NonFinite`] if they are not finite.
+pub fn score_heads(layers: &[&Tensor], sensitivity: Option<&[f64]>) -> Result<HeadScores> {
     let mut signals = vec![];
     let mut size = None;
     for keys in layers {
@@ -218,13 +223,16 @@ pub fn score_heads(layers: &[&Tensor]) -> Result<HeadScores> {
             [_, h, t, d] if t > 0 && *size.get_or_insert((h, d)) == (h, d) => (h, d),
             _ => return Err(keys.wrong_shape("keys", format!("[B, H, T > 0, D], (H, D) = {size:?}"))),
         };
+        if dim > MOST_SCORED_CHANNELS {
+            return Err(keys.wrong_shape("keys", format!("at most {MOST_SCORED_CHANNELS} channels")));
+        }
         for head in 0..heads {
             let rows = keys.slice(1, head, head + 1)?.to_f32()?;
             signals.push(spectral(&covariance(&rows, dim), dim));
         }
     }
     let (heads, dim) = size.unwrap_or_default();
-    HeadScorer::new(layers.len(), heads, dim).score(&signals, None)
+    HeadScorer::new(layers.len(), heads, dim).score(&signals, sensitivity)
 }
 
 #[cfg(test)]

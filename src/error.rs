@@ -168,6 +168,12 @@ pub enum Error {
         /// What is allowed.
         bound: f64,
     },
+    /// Not one worker thread could be started.
+    #[error("no worker thread could be started: {reason}")]
+    Threads {
+        /// The system's answer.
+        reason: String,
+    },
     /// MLX reported an error.
     #[cfg(feature = "mlx")]
     #[error("MLX: {0}")]
@@ -196,6 +202,7 @@ impl Error {
             Error::InUse { .. } => "in-use",
             Error::Refused { code, .. } => code,
             Error::Inaccurate { .. } => "inaccurate",
+            Error::Threads { .. } => "threads",
             #[cfg(feature = "mlx")]
             Error::Mlx(_) => "mlx",
         }

@@ -13,7 +13,6 @@ pub mod compressor;
 pub mod cpu;
 pub mod engine;
 pub mod error;
-pub mod ffi;
 pub mod files;
 pub mod frame;
 #[cfg(feature = "mlx")]

@@ -1,7 +1,12 @@
 //! The C API: the header is what the code says, the sample in C gives what the Rust engine gives, and bad calls end in a status.
 
+/// The C API itself, compiled into this program: the calls below are those that C makes.
+#[path = "../mlx/capi/src/lib.rs"]
+#[allow(unused_imports, dead_code, reason = "the tests do not make every call")]
+mod capi;
 mod common;
 
+use capi::*;
 use common::capi::{SHARED, build, run};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
@@ -11,7 +16,6 @@ use turbomoq::Tensor;
 use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::cpu::Cpu;
-use turbomoq::ffi::*;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -284,4 +288,176 @@ fn bad_calls_end_in_a_status() {
     let before = last();
     let other = std::thread::spawn(last).join().unwrap();
     assert!(other.is_empty() && !before.is_empty());
+}
+
+#[test]
+fn structs_of_older_and_newer_headers_are_understood() {
+    use tmq_status::*;
+    #[repr(C)]
+    struct Longer<T> {
+        known: T,
+        unknown: [u8; 16],
+    }
+    // SAFETY: every pointer is to something of this function that lives long enough, and no struct is shorter than it says.
+    unsafe {
+        let mut codec = null_mut();
+        assert_eq!(tmq_codec_new(c"d64:b4:hadamard:beta".as_ptr(), &mut codec), TMQ_OK);
+        let empty =
+            |struct_size| tmq_codec_info { struct_size, head_dim: 7, row_bytes: 7, tile: 7, bits: 7.0 };
+        let full = size_of::<tmq_codec_info>();
+        // An older header: its fields are filled, and nothing behind them is touched.
+        for size in size_of::<usize>()..=full {
+            let mut info = Longer { known: empty(size), unknown: [9; 16] };
+            assert_eq!(tmq_codec_get_info(codec, &mut info.known), TMQ_OK, "{size}: {}", last());
+            let bytes = std::slice::from_raw_parts((&raw const info).cast::<u8>(), size_of_val(&info));
+            let before = Longer { known: empty(size), unknown: [9; 16] };
+            let before = std::slice::from_raw_parts((&raw const before).cast::<u8>(), size_of_val(&info));
+            assert_eq!(bytes[size.min(36)..36], before[size.min(36)..36], "{size}");
+            assert_eq!(info.unknown, [9; 16], "{size}");
+            assert!(size < 16 || info.known.head_dim == 64, "{size}");
+        }
+        // A newer header: what this library does not know becomes zero.
+        let mut info = Longer { known: empty(full + 16), unknown: [9; 16] };
+        assert_eq!(tmq_codec_get_info(codec, &mut info.known), TMQ_OK, "{}", last());
+        assert!(info.known.head_dim == 64 && info.known.struct_size == full + 16 && info.unknown == [0; 16]);
+        for size in [0, 7, 1 << 20, usize::MAX] {
+            let mut info = empty(size);
+            assert_eq!(tmq_codec_get_info(codec, &mut info), TMQ_STRUCT_SIZE, "{size}");
+            assert_eq!(info.head_dim, 7);
+        }
+
+        let data = [0.5f32; 64];
+        let size = size_of::<tmq_rows>();
+        let rows = |struct_size| tmq_rows {
+            struct_size,
+            data: data.as_ptr().cast(),
+            dtype: TMQ_F32,
+            heads: 1,
+            tokens: 1,
+            head_dim: 64,
+            token_stride: 64,
+            head_stride: 64,
+        };
+        let mut codes = null_mut();
+        let newer = Longer { known: rows(size + 16), unknown: [0; 16] };
+        assert_eq!(tmq_encode(codec, &newer.known, 0, &mut codes), TMQ_OK, "{}", last());
+        tmq_codes_free(codes);
+        let asks_for_more =
+            Longer { known: rows(size + 16), unknown: [0, 0, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0] };
+        assert_eq!(tmq_encode(codec, &asks_for_more.known, 0, &mut codes), TMQ_STRUCT_SIZE);
+        // No header ever had rows without all of these fields.
+        assert_eq!(tmq_encode(codec, &rows(size - 4), 0, &mut codes), TMQ_STRUCT_SIZE);
+        let layers = [newer, Longer { known: rows(size + 16), unknown: [0; 16] }];
+        let mut scores = [0f64; 2];
+        assert_eq!(
+            tmq_score_heads(&layers[0].known, 2, null(), scores.as_mut_ptr(), 2),
+            TMQ_OK,
+            "{}",
+            last()
+        );
+        tmq_codec_free(codec);
+    }
+}
+
+#[test]
+fn counts_that_no_memory_holds_are_refused() {
+    use tmq_status::*;
+    let data = [0.5f32; 64];
+    let rows = |heads, tokens, head_dim| tmq_rows {
+        struct_size: size_of::<tmq_rows>(),
+        data: data.as_ptr().cast(),
+        dtype: TMQ_F32,
+        heads,
+        tokens,
+        head_dim,
+        token_stride: 0,
+        head_stride: 0,
+    };
+    let (mut numbers, mut bits) = ([0f64; 4], [7u8; 4]);
+    // SAFETY: the strides of zero keep all rows inside of `data`; the other calls end before they read.
+    unsafe {
+        let mut codec = null_mut();
+        assert_eq!(tmq_codec_new(c"d64:b4:hadamard:beta".as_ptr(), &mut codec), TMQ_OK);
+        let mut codes = null_mut();
+        for (heads, tokens) in [(1, 1 << 33), (1 << 33, 1), (1 << 20, 1 << 20), (8, 1 << 29)] {
+            let got = tmq_encode(codec, &rows(heads, tokens, 64), 0, &mut codes);
+            assert!(got == TMQ_SHAPE && codes.is_null(), "{heads} x {tokens}: {got:?} {}", last());
+        }
+        tmq_codec_free(codec);
+        let wide = vec![0.5f32; 1_000_000];
+        let wide = tmq_rows { data: wide.as_ptr().cast(), ..rows(1, 2, 1_000_000) };
+        assert_eq!(tmq_score_heads(&wide, 1, null(), numbers.as_mut_ptr(), 1), TMQ_SHAPE, "{}", last());
+        for (layers, heads, len) in [
+            (1 << 32, 1 << 32, usize::MAX),
+            (usize::MAX, 2, usize::MAX),
+            (usize::MAX, 1, usize::MAX),
+            (2, 2, 5),
+        ] {
+            let got = tmq_allocate_bits(numbers.as_ptr(), layers, heads, 64, 3.0, bits.as_mut_ptr(), len);
+            assert_eq!(got, TMQ_SHAPE, "{layers} x {heads}: {}", last());
+        }
+    }
+    assert_eq!(bits, [7; 4]);
+}
+
+/// Encodes in a process, then in its child, in the child of that, and in the parent again.
+#[cfg(unix)]
+const FORKS: &str = r#"
+import ctypes, os, signal, struct, sys
+
+library = ctypes.CDLL(sys.argv[1])
+library.tmq_last_error.restype = ctypes.c_char_p
+heads, tokens, dim = 8, 512, 128
+data = (ctypes.c_float * (heads * tokens * dim))(*[(i * 37 % 101) / 50 - 1 for i in range(heads * tokens * dim)])
+
+
+class Rows(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("data", ctypes.c_void_p), ("dtype", ctypes.c_uint32)] + [
+        (name, ctypes.c_size_t) for name in ("heads", "tokens", "head_dim", "token_stride", "head_stride")
+    ]
+
+
+def encode():
+    rows = Rows(ctypes.sizeof(Rows), ctypes.addressof(data), 0, heads, tokens, dim, dim, tokens * dim)
+    codec, codes = ctypes.c_void_p(), ctypes.c_void_p()
+    out = (ctypes.c_float * len(data))()
+    for status in (
+        library.tmq_codec_new(b"d128:b4:hadamard:beta", ctypes.byref(codec)),
+        library.tmq_encode(codec, ctypes.byref(rows), 1, ctypes.byref(codes)),
+        library.tmq_decode(codes, out, ctypes.c_size_t(len(out))),
+    ):
+        assert status == 0, library.tmq_last_error()
+    return bytes(out)
+
+
+def child(work):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        try:
+            work()
+        except BaseException as error:
+            print(error, file=sys.stderr)
+            os._exit(1)
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"the child ended with {status}"
+
+
+first = encode()
+
+
+def same():
+    assert encode() == first
+
+
+child(same)
+child(lambda: (child(same), same()))
+same()
+"#;
+
+#[cfg(unix)]
+#[test]
+fn a_forked_child_encodes_as_its_parent_did() {
+    run(Command::new("python3").args(["-c", FORKS]).arg(build().join(SHARED)));
 }

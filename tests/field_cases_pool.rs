@@ -2,8 +2,12 @@
 //! (../shared/field-cases.md).
 #![cfg(unix)]
 
+#[path = "../mlx/capi/src/lib.rs"]
+#[allow(unused_imports, dead_code, reason = "the tests do not make every call")]
+mod capi;
 mod common;
 
+use capi::*;
 use common::attention::{cache, exact};
 use common::server::{PROGRAM, Running};
 use common::*;
@@ -15,7 +19,6 @@ use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::codes::Codes;
 use turbomoq::cpu::Cpu;
-use turbomoq::ffi::*;
 use turbomoq::pool::MemoryPool;
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::Request;

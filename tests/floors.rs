@@ -23,7 +23,7 @@ const FLOORS: [(&str, &[&str]); 6] = [
     ("definition", &["attention", "codec", "codes", "frame", "grid", "recipe"]),
     ("engines", &["cpu", "engine", "graph", "kernels", "mlx_ops"]),
     ("caches", &["cache", "calibration", "compressor", "policy", "pool"]),
-    ("edges", &["archive", "cli", "ffi", "files", "lib", "main", "prompt_cache", "report", "serve"]),
+    ("edges", &["archive", "cli", "files", "lib", "main", "prompt_cache", "report", "serve"]),
 ];
 
 /// Names that lib.rs exports, and the modules they come from.
@@ -37,12 +37,11 @@ const EXPORTS: [(&str, &str); 6] = [
 ];
 
 /// Words and the modules that may hold them; an empty list stands for the floor of edges.
-const RESERVED: [(&[&str], &[&str]); 3] = [
+const RESERVED: [(&[&str], &[&str]); 4] = [
     (&["mlx_rs", "mlx_sys"], &["error", "graph", "kernels", "mlx_ops"]),
     (
         &["unsafe "],
         &[
-            "ffi",
             "kernels",
             "mlx_ops",
             "cpu/simd",
@@ -54,6 +53,8 @@ const RESERVED: [(&[&str], &[&str]); 3] = [
             "cpu/simd/weighted",
         ],
     ),
+    // C symbols are in mlx/capi, so that a Rust program that uses the crate does not export them.
+    (&["no_mangle", "extern \"C\" fn"], &["none"]),
     (&["println!", "eprintln!", "print!", "dbg!", "std::fs", "fs::File", "process::exit"], &[]),
 ];
 

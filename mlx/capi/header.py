@@ -1,4 +1,4 @@
-"""Makes mlx/include/turbomoq.h from src/ffi: python3 mlx/capi/header.py [--check]
+"""Makes mlx/include/turbomoq.h from mlx/capi/src: python3 mlx/capi/header.py [--check]
 
 Reads the few forms of Rust that stand there (numbers, C enums and structs, opaque structs, extern functions) and refuses others.
 """
@@ -8,14 +8,20 @@ import re
 import sys
 
 root = pathlib.Path(__file__).resolve().parents[2]
-FILES = ("ffi.rs", "ffi/rows.rs", "ffi/codes.rs", "ffi/tables.rs", "ffi/cache.rs", "ffi/heads.rs")
+FILES = ("lib.rs", "rows.rs", "codes.rs", "tables.rs", "cache.rs", "heads.rs")
 TYPES = {"usize": "size_t", "u32": "uint32_t", "u8": "uint8_t", "i32": "int32_t", "f32": "float", "f64": "double"}
 TYPES |= {"c_void": "void", "c_char": "char"}
 HEAD = """/* turbomoq: packed KV caches for engines in C and C++.
  *
- * Every call gives a status; tmq_last_error() has the words. Structs begin with their own size. Handles are freed once by their owner,
- * not used after that, and used by one thread at a time. A pointer is null or points to what the comment says.
- * Made from src/ffi by mlx/capi/header.py. */
+ * Every call gives a status; tmq_last_error() has the words. Handles are freed once by their owner, not used after that, and used by
+ * one thread at a time. A pointer is null or points to what the comment says.
+ *
+ * Structs begin with their own size, sizeof as the caller was compiled. Of a struct that the library fills, a caller with a shorter one
+ * gets the fields that it knows, and one with a longer one zeros in the fields that the library does not know. A struct that the
+ * library reads may be longer than the library's if what the library does not know is zero.
+ *
+ * A child of fork() may make calls too: it has threads of its own.
+ * Made from mlx/capi/src by mlx/capi/header.py. */
 #ifndef TURBOMOQ_H
 #define TURBOMOQ_H
 
@@ -63,7 +69,7 @@ def fields(body):
 def main():
     numbers, types, functions = [], [], []
     for file in FILES:
-        text = (root / "src" / file).read_text()
+        text = (root / "mlx/capi/src" / file).read_text()
         for doc, name, value in re.findall(DOC + r"pub const (\w+): u32 = (\d+);", text):
             numbers.append(comment(doc) + f"#define {name} {value}\n")
         for doc, name, body in re.findall(DOC + ATTRIBUTES + r"pub enum (\w+) \{\n(.*?)\n\}", text, re.S):
@@ -85,7 +91,7 @@ def main():
     path = root / "mlx/include/turbomoq.h"
     if "--check" in sys.argv:
         if path.read_text() != made:
-            raise SystemExit("mlx/include/turbomoq.h is not what src/ffi says: python3 mlx/capi/header.py")
+            raise SystemExit("mlx/include/turbomoq.h is not what mlx/capi/src says: python3 mlx/capi/header.py")
     else:
         path.write_text(made)
 

@@ -1,8 +1,14 @@
 /* turbomoq: packed KV caches for engines in C and C++.
  *
- * Every call gives a status; tmq_last_error() has the words. Structs begin with their own size. Handles are freed once by their owner,
- * not used after that, and used by one thread at a time. A pointer is null or points to what the comment says.
- * Made from src/ffi by mlx/capi/header.py. */
+ * Every call gives a status; tmq_last_error() has the words. Handles are freed once by their owner, not used after that, and used by
+ * one thread at a time. A pointer is null or points to what the comment says.
+ *
+ * Structs begin with their own size, sizeof as the caller was compiled. Of a struct that the library fills, a caller with a shorter one
+ * gets the fields that it knows, and one with a longer one zeros in the fields that the library does not know. A struct that the
+ * library reads may be longer than the library's if what the library does not know is zero.
+ *
+ * A child of fork() may make calls too: it has threads of its own.
+ * Made from mlx/capi/src by mlx/capi/header.py. */
 #ifndef TURBOMOQ_H
 #define TURBOMOQ_H
 

@@ -60,7 +60,7 @@ impl Scored<'_> {
 
     /// Scores of its heads.
     pub fn scores(&self) -> Result<HeadScores> {
-        score_heads(&self.layers.iter().map(|(keys, _)| keys).collect::<Vec<_>>())
+        score_heads(&self.layers.iter().map(|(keys, _)| keys).collect::<Vec<_>>(), None)
     }
 
     /// The table from the scores.

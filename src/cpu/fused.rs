@@ -11,6 +11,7 @@ use super::attend::{Hidden, Row, greater};
 use super::blocks::{Side, Tile};
 use super::domain::{Domain, Ready};
 use super::simd;
+use super::workers;
 use crate::attention::{Rules, Segment, Sizes, check};
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -87,12 +88,21 @@ pub(super) fn attend(
     let (hidden, q) = (Hidden::new(segments, rules, sizes)?, queries.to_f32()?);
     let mut out = vec![0f32; batch * heads * group * l * value_dim];
     let step = (ROWS / group).clamp(1, l.max(1));
-    for first in (0..l).step_by(step) {
-        let n = step.min(l - first);
-        let run =
-            Run { sizes, hidden: &hidden, parts: &parts, domains: &domains, first, n, exact: rules.exact };
-        run.attend(&q, &mut out);
-    }
+    workers::run(|| {
+        for first in (0..l).step_by(step) {
+            let n = step.min(l - first);
+            let run = Run {
+                sizes,
+                hidden: &hidden,
+                parts: &parts,
+                domains: &domains,
+                first,
+                n,
+                exact: rules.exact,
+            };
+            run.attend(&q, &mut out);
+        }
+    })?;
     Tensor::from_f32(dtype, &[batch, heads * group, l, value_dim], out)
 }
 

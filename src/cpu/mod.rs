@@ -12,6 +12,7 @@ mod masses;
 mod products;
 mod rows;
 mod simd;
+pub(crate) mod workers;
 
 use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
@@ -187,13 +188,15 @@ fn encode_rows<T: Door>(
     let x = x.as_slice().expect("standard layout");
     let (mut words, mut scales) = (vec![0u32; x.len() / d * w], vec![0u16; x.len() / d * s]);
     let arch = Arch::new();
-    x.par_chunks(RUN * d)
-        .zip(words.par_chunks_mut(RUN * w).zip(scales.par_chunks_mut(RUN * s)))
-        .enumerate()
-        .for_each(|(i, (x, (words, scales)))| {
-            let run = Run { codec, tables, first: i * RUN, tokens };
-            arch.dispatch(Encode { run, x, words, scales });
-        });
+    workers::run(|| {
+        x.par_chunks(RUN * d)
+            .zip(words.par_chunks_mut(RUN * w).zip(scales.par_chunks_mut(RUN * s)))
+            .enumerate()
+            .for_each(|(i, (x, (words, scales)))| {
+                let run = Run { codec, tables, first: i * RUN, tokens };
+                arch.dispatch(Encode { run, x, words, scales });
+            })
+    })?;
     Ok((words, scales))
 }
 
@@ -208,14 +211,16 @@ fn decode_rows<T: Door>(
     // Zeroed by the allocator, so that a large result is first touched by the thread that fills it.
     let mut out = bytemuck::zeroed_vec::<T>(shape.iter().product());
     let arch = Arch::new();
-    words
-        .par_chunks(RUN * w)
-        .zip(scales.par_chunks(RUN * s).zip(out.par_chunks_mut(RUN * d)))
-        .enumerate()
-        .for_each(|(i, (words, (scales, out)))| {
-            let run = Run { codec, tables, first: i * RUN, tokens: shape[2] };
-            arch.dispatch(Decode { run, words, scales, out });
-        });
+    workers::run(|| {
+        words
+            .par_chunks(RUN * w)
+            .zip(scales.par_chunks(RUN * s).zip(out.par_chunks_mut(RUN * d)))
+            .enumerate()
+            .for_each(|(i, (words, (scales, out)))| {
+                let run = Run { codec, tables, first: i * RUN, tokens: shape[2] };
+                arch.dispatch(Decode { run, words, scales, out });
+            })
+    })?;
     Tensor::new(shape, out)
 }
 

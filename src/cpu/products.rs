@@ -1,6 +1,7 @@
 //! Scores and weighted sums on packed rows, cut into runs of tokens of one head.
 
 use super::rows::{Tables, scale_codes};
+use super::workers;
 use super::{RUN, dense};
 use crate::codec::{Codec, Prepared};
 use crate::codes::Codes;
@@ -106,15 +107,12 @@ pub(super) fn scores(codes: &Codes<Tensor>, queries: &Tensor) -> Result<Tensor> 
     let (words, scales) = (words.as_slice().expect("standard layout"), scale_codes(codes)?);
     let (runs, arch) = (t.div_ceil(RUN), Arch::new());
     // Token-major pieces [head, run][token, query], put in place at the end.
-    let pieces: Vec<Vec<f32>> = (0..b * h * runs)
-        .into_par_iter()
-        .map(|piece| {
-            let (head, start) = (piece / runs, piece % runs * RUN);
-            let rows = head * t + start..head * t + (start + RUN).min(t);
-            let tokens = Tokens { codec, words, scales: &scales, rows };
-            arch.dispatch(Score { tokens, queries: &prepared[head * per_head..][..per_head] })
-        })
-        .collect();
+    let pieces: Vec<Vec<f32>> = pieces(b * h * runs, |piece| {
+        let (head, start) = (piece / runs, piece % runs * RUN);
+        let rows = head * t + start..head * t + (start + RUN).min(t);
+        let tokens = Tokens { codec, words, scales: &scales, rows };
+        arch.dispatch(Score { tokens, queries: &prepared[head * per_head..][..per_head] })
+    })?;
     let mut out = vec![0f32; b * hq * l * t];
     for (piece, scores) in pieces.iter().enumerate() {
         let (head, start) = (piece / runs, piece % runs * RUN);
@@ -140,16 +138,13 @@ pub(super) fn weighted_sum(codes: &Codes<Tensor>, weights: &Tensor) -> Result<Te
     let words = codes.words().standard::<u32>()?;
     let (words, scales) = (words.as_slice().expect("standard layout"), scale_codes(codes)?);
     let (runs, arch) = (t.div_ceil(RUN), Arch::new());
-    let pieces: Vec<Vec<f32>> = (0..b * h * runs)
-        .into_par_iter()
-        .map(|piece| {
-            let (head, start) = (piece / runs, piece % runs * RUN);
-            let rows = head * t + start..head * t + (start + RUN).min(t);
-            let weights = &weights[head * per_head * t..][..per_head * t];
-            let tokens = Tokens { codec, words, scales: &scales, rows };
-            arch.dispatch(Sum { tokens, weights, stride: t, start })
-        })
-        .collect();
+    let pieces: Vec<Vec<f32>> = pieces(b * h * runs, |piece| {
+        let (head, start) = (piece / runs, piece % runs * RUN);
+        let rows = head * t + start..head * t + (start + RUN).min(t);
+        let weights = &weights[head * per_head * t..][..per_head * t];
+        let tokens = Tokens { codec, words, scales: &scales, rows };
+        arch.dispatch(Sum { tokens, weights, stride: t, start })
+    })?;
     let mut out = vec![0f32; b * hq * l * d];
     let mut scratch = codec.scratch();
     for (row, out) in out.chunks_exact_mut(d).enumerate() {
@@ -163,4 +158,9 @@ pub(super) fn weighted_sum(codes: &Codes<Tensor>, weights: &Tensor) -> Result<Te
         codec.finish_sum(tables.row(head), &mut sum, total, out, &mut scratch);
     }
     Tensor::new(&[b, hq, l, d], out)
+}
+
+/// Every piece by some thread, in order.
+fn pieces(count: usize, piece: impl Fn(usize) -> Vec<f32> + Send + Sync) -> Result<Vec<Vec<f32>>> {
+    workers::run(|| (0..count).into_par_iter().map(piece).collect())
 }

@@ -6,6 +6,7 @@
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
 use crate::compressor::{BLOCK, CompressedCache};
+use crate::cpu::workers;
 use crate::error::Result;
 use crate::tensor::Tensor;
 use rayon::prelude::*;
@@ -119,8 +120,9 @@ impl<C: Pooled> Parcel<C> {
     /// Takes a cache apart; blocks get buffers of their own.
     pub(super) fn split(mut cache: C) -> Result<Parcel<C>> {
         let bodies: Vec<_> = cache.bodies().into_iter().map(Option::take).collect();
-        let bodies: Vec<Option<Body>> =
-            bodies.into_par_iter().map(|b| b.map(Body::split).transpose()).collect::<Result<_>>()?;
+        let bodies: Vec<Option<Body>> = workers::run(|| {
+            bodies.into_par_iter().map(|b| b.map(Body::split).transpose()).collect::<Result<_>>()
+        })??;
         let own = cache.nbytes() + size_of::<C>() + bodies.iter().flatten().map(Body::nbytes).sum::<usize>();
         Ok(Parcel { rest: cache, bodies, own })
     }
@@ -128,8 +130,9 @@ impl<C: Pooled> Parcel<C> {
     /// The cache, bit for bit as it was.
     pub(super) fn join(&self) -> Result<C> {
         let mut cache = self.rest.clone();
-        let bodies: Vec<Option<Codes<Tensor>>> =
-            self.bodies.par_iter().map(|b| b.as_ref().map(Body::join).transpose()).collect::<Result<_>>()?;
+        let bodies: Vec<Option<Codes<Tensor>>> = workers::run(|| {
+            self.bodies.par_iter().map(|b| b.as_ref().map(Body::join).transpose()).collect::<Result<_>>()
+        })??;
         cache.bodies().into_iter().zip(bodies).for_each(|(place, body)| *place = body);
         Ok(cache)
     }

@@ -5,9 +5,9 @@
 use super::codes::{tmq_codec, tmq_codes};
 use super::tmq_status::{self, TMQ_UNSUPPORTED};
 use super::{Failure, by_ref, guard, write};
-use crate::codec::BandGrid;
-use crate::spec::ScaleFormat;
-use crate::tensor::Tensor;
+use turbomoq::codec::BandGrid;
+use turbomoq::spec::ScaleFormat;
+use turbomoq::tensor::Tensor;
 
 /// The rotation of a codec: a vector x becomes y with y_i = sum over j of out[i * head_dim + j] * x_j; `len` must be
 /// head_dim * head_dim. A Hadamard rotation of a power of two has the signs that it begins with in its first row.

@@ -1,19 +1,19 @@
 //! Codecs and packed vectors for C.
 
 use super::rows::{by_token, tensor, tmq_rows};
-use super::tmq_status::{self, TMQ_SHAPE, TMQ_STRUCT_SIZE, TMQ_UNSUPPORTED};
-use super::{Failure, by_mut, by_ref, free, give, guard, null, text, write};
-use crate::codec::Codec;
-use crate::codes::Codes;
-use crate::compressor::BLOCK;
-use crate::cpu::Cpu;
-use crate::engine::Engine;
-use crate::error::Error;
-use crate::recipe::Recipe;
-use crate::spec::Side;
-use crate::tensor::{Dtype, Tensor};
+use super::tmq_status::{self, TMQ_SHAPE, TMQ_UNSUPPORTED};
+use super::{Failure, answer, by_mut, by_ref, free, give, guard, null, text, write};
 use std::ffi::c_char;
 use std::sync::Arc;
+use turbomoq::codec::Codec;
+use turbomoq::codes::Codes;
+use turbomoq::compressor::BLOCK;
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::error::Error;
+use turbomoq::recipe::Recipe;
+use turbomoq::spec::Side;
+use turbomoq::tensor::{Dtype, Tensor};
 
 /// A codec with its tables.
 pub struct tmq_codec(pub(super) Arc<Codec>);
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn tmq_codec_new(spec: *const c_char, out: *mut *mut tmq_c
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         give(out, || {
-            Ok(tmq_codec(Arc::new(Codec::new(text(spec, "spec")?.parse::<crate::spec::CodecSpec>()?)?)))
+            Ok(tmq_codec(Arc::new(Codec::new(text(spec, "spec")?.parse::<turbomoq::spec::CodecSpec>()?)?)))
         })
     })
 }
@@ -85,22 +85,14 @@ pub unsafe extern "C" fn tmq_codec_get_info(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let (codec, info) = (&by_ref(codec, "codec")?.0, by_mut(info, "info")?);
-        if info.struct_size != size_of::<tmq_codec_info>() {
-            let (got, want) = (info.struct_size, size_of::<tmq_codec_info>());
-            return Err(Failure(
-                TMQ_STRUCT_SIZE,
-                format!("info: struct_size {got}, this library knows {want}"),
-            ));
-        }
-        *info = tmq_codec_info {
-            struct_size: info.struct_size,
+        let codec = &by_ref(codec, "codec")?.0;
+        answer(info, "info", |struct_size| tmq_codec_info {
+            struct_size,
             head_dim: codec.spec().head_dim,
             row_bytes: codec.row_bytes(),
             tile: codec.spec().tile(),
             bits: codec.spec().nominal_bits(),
-        };
-        Ok(())
+        })
     })
 }
 

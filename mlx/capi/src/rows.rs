@@ -1,10 +1,10 @@
 //! Keys, values and queries of the caller, read in place and copied once.
 
-use super::Failure;
-use super::tmq_status::{TMQ_NULL_POINTER, TMQ_SHAPE, TMQ_STRUCT_SIZE, TMQ_UNSUPPORTED};
-use crate::tensor::{Element, Tensor};
+use super::tmq_status::{TMQ_FAILED, TMQ_NULL_POINTER, TMQ_SHAPE, TMQ_UNSUPPORTED};
+use super::{Failure, known};
 use half::{bf16, f16};
 use std::ffi::c_void;
+use turbomoq::tensor::{Element, Tensor};
 
 /// Elements are 32-bit floats.
 pub const TMQ_F32: u32 = 0;
@@ -38,20 +38,16 @@ pub struct tmq_rows {
     pub head_stride: usize,
 }
 
+/// Elements of one call: 8 GiB as 32-bit floats.
+const MOST_ELEMENTS: usize = 1 << 31;
+
 /// The rows as a tensor [1, H, T, D].
 ///
 /// # Safety
 /// `rows` is null or points to a struct whose `data` is null or holds every element that its fields name.
 pub(super) unsafe fn tensor(rows: *const tmq_rows, what: &'static str) -> Result<Tensor, Failure> {
     // SAFETY: as the caller vouches.
-    let rows = unsafe { super::by_ref(rows, what) }?;
-    if rows.struct_size != size_of::<tmq_rows>() {
-        let (got, want) = (rows.struct_size, size_of::<tmq_rows>());
-        return Err(Failure(
-            TMQ_STRUCT_SIZE,
-            format!("{what}: struct_size {got}, this library knows {want}"),
-        ));
-    }
+    let rows = &unsafe { known(rows, what) }?;
     // SAFETY: as the caller vouches.
     unsafe {
         match rows.dtype {
@@ -74,7 +70,8 @@ unsafe fn gather<T: Element>(rows: &tmq_rows, what: &'static str) -> Result<Tens
         .and_then(|t| last(heads, head_stride)?.checked_add(t)?.checked_add(head_dim))
         .and_then(|n| n.checked_mul(size_of::<T>()))
         .filter(|bytes| *bytes <= isize::MAX as usize);
-    let count = heads.checked_mul(tokens).and_then(|n| n.checked_mul(head_dim)).filter(|n| *n < 1 << 40);
+    let count =
+        heads.checked_mul(tokens).and_then(|n| n.checked_mul(head_dim)).filter(|n| *n <= MOST_ELEMENTS);
     let (Some(_), Some(count)) = (extent, count) else {
         return Err(shape(format!("{heads} heads, {tokens} tokens, {head_dim} channels are too many")));
     };
@@ -87,7 +84,10 @@ unsafe fn gather<T: Element>(rows: &tmq_rows, what: &'static str) -> Result<Tens
     if !data.cast::<T>().is_aligned() {
         return Err(shape(format!("data is not aligned to its elements of {} bytes", size_of::<T>())));
     }
-    let mut out: Vec<T> = Vec::with_capacity(count);
+    let mut out: Vec<T> = vec![];
+    // Strides of zero name many elements in a few bytes, so that the memory may not be there.
+    out.try_reserve_exact(count)
+        .map_err(|error| Failure(TMQ_FAILED, format!("{what}: {count} elements: {error}")))?;
     for h in 0..heads {
         for t in 0..tokens {
             // SAFETY: inside the extent that the caller vouches for and that was checked not to overflow; aligned and not null.

@@ -2,12 +2,12 @@
 
 use super::codes::finite;
 use super::rows::{by_token, tensor, tmq_rows};
-use super::tmq_status::{self, TMQ_NON_FINITE, TMQ_STRUCT_SIZE};
-use super::{Failure, by_mut, by_ref, free, give, guard, text, write};
-use crate::attention::Rules;
-use crate::cache::{LayerCache, LayerShape};
-use crate::cpu::Cpu;
+use super::tmq_status::{self, TMQ_NON_FINITE};
+use super::{Failure, answer, by_mut, by_ref, free, give, guard, text, write};
 use std::ffi::c_char;
+use turbomoq::attention::Rules;
+use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cpu::Cpu;
 
 /// The cache of one layer.
 pub struct tmq_cache(LayerCache<Cpu>);
@@ -106,17 +106,9 @@ pub unsafe extern "C" fn tmq_cache_get_info(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let (cache, info) = (&by_ref(cache, "cache")?.0, by_mut(info, "info")?);
-        if info.struct_size != size_of::<tmq_cache_info>() {
-            let (got, want) = (info.struct_size, size_of::<tmq_cache_info>());
-            return Err(Failure(
-                TMQ_STRUCT_SIZE,
-                format!("info: struct_size {got}, this library knows {want}"),
-            ));
-        }
+        let cache = &by_ref(cache, "cache")?.0;
         let (tokens, offset, bytes) = (cache.len(), cache.offset(), cache.nbytes());
-        *info = tmq_cache_info { struct_size: info.struct_size, tokens, offset, bytes };
-        Ok(())
+        answer(info, "info", |struct_size| tmq_cache_info { struct_size, tokens, offset, bytes })
     })
 }
 

@@ -4,9 +4,12 @@ use super::codes::finite;
 use super::rows::{tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_SHAPE};
 use super::{Failure, Outcome, guard, null};
-use crate::policy::allocation::{MOST_BITS, Part, allocate};
-use crate::policy::head_scores::{HeadScorer, spectral};
-use crate::spec::Side;
+use turbomoq::calibration::score_heads;
+use turbomoq::policy::allocation::{MOST_BITS, Part, allocate};
+use turbomoq::spec::Side;
+
+/// Heads of a whole model that bits are shared out to.
+const MOST_HEADS: usize = 1 << 24;
 
 /// Importance of the KV heads of a model, 0 to 1, from sample keys of every layer, of equal heads and channels: doubles by layer and
 /// head. `sensitivity` has a number for each of them (how much the output changes by noise on the head) or is null.
@@ -24,26 +27,21 @@ pub unsafe extern "C" fn tmq_score_heads(
         if keys.is_null() || out.is_null() {
             return Err(null(if keys.is_null() { "keys" } else { "out" }));
         }
-        let (mut signals, mut first) = (vec![], None);
+        let mut rows = vec![];
         for layer in 0..layers {
-            let x = tensor(keys.add(layer), "keys")?;
+            // The first struct says how long each of them is for this caller.
+            let x = tensor(keys.byte_add(layer * (*keys).struct_size), "keys")?;
             finite(&x, "keys")?;
-            let (heads, tokens, dim) = (x.shape()[1], x.shape()[2], x.shape()[3]);
-            if *first.get_or_insert((heads, dim)) != (heads, dim) {
-                let text = format!("layer {layer} has {heads} heads of {dim} channels, the first {first:?}");
-                return Err(Failure(TMQ_SHAPE, text));
-            }
-            let rows = x.to_f32()?;
-            let of = |h: usize| spectral(&covariance(&rows[h * tokens * dim..][..tokens * dim], dim), dim);
-            signals.extend((0..heads).map(of));
+            rows.push(x);
         }
-        let (heads, dim) = first.unwrap_or((0, 0));
+        let heads = rows.first().map_or(0, |x| x.shape()[1]);
+        let count = check(len, layers * heads)?;
         let sensitivity = match sensitivity.is_null() {
             true => None,
-            false => Some(std::slice::from_raw_parts(sensitivity, layers * heads)),
+            false => Some(std::slice::from_raw_parts(sensitivity, count)),
         };
-        let scores = HeadScorer::new(layers, heads, dim).score(&signals, sensitivity)?;
-        put(std::slice::from_raw_parts_mut(out, check(len, scores.scores().len())?), scores.scores())
+        let scores = score_heads(&rows.iter().collect::<Vec<_>>(), sensitivity)?;
+        put(std::slice::from_raw_parts_mut(out, count), scores.scores())
     })
 }
 
@@ -64,8 +62,10 @@ pub unsafe extern "C" fn tmq_allocate_bits(
         if scores.is_null() || out.is_null() {
             return Err(null(if scores.is_null() { "scores" } else { "out" }));
         }
-        let count = layers.checked_mul(heads).filter(|n| *n < 1 << 24);
-        let count = check(len, count.unwrap_or(usize::MAX))?;
+        let Some(count) = layers.checked_mul(heads).filter(|n| *n < MOST_HEADS) else {
+            return Err(Failure(TMQ_SHAPE, format!("{layers} layers of {heads} heads are too many")));
+        };
+        check(len, count)?;
         let scores = std::slice::from_raw_parts(scores, count);
         let part = |(i, &s): (usize, &f64)| Part::by_price(i / heads, i % heads, Side::Key, head_dim, s);
         let parts: Vec<Part> = scores.iter().enumerate().map(part).collect();
@@ -83,19 +83,4 @@ fn check(len: usize, needed: usize) -> Result<usize, Failure> {
 fn put<T: Copy>(out: &mut [T], values: &[T]) -> Outcome {
     out.copy_from_slice(values);
     Ok(())
-}
-
-/// Covariance of rows, `dim` x `dim`.
-fn covariance(rows: &[f32], dim: usize) -> Vec<f64> {
-    let n = (rows.len() / dim).max(1) as f64;
-    let mut mean = vec![0f64; dim];
-    rows.iter().enumerate().for_each(|(i, &x)| mean[i % dim] += f64::from(x) / n);
-    let mut sum = vec![0f64; dim * dim];
-    for row in rows.chunks_exact(dim) {
-        let centred: Vec<f64> = row.iter().zip(&mean).map(|(&x, m)| f64::from(x) - m).collect();
-        for (out, a) in sum.chunks_exact_mut(dim).zip(&centred) {
-            out.iter_mut().zip(&centred).for_each(|(out, b)| *out += a * b / n);
-        }
-    }
-    sum
 }
