@@ -10,9 +10,11 @@
 mod append;
 mod capacity;
 mod heads;
+mod layer;
 mod mask;
 mod model;
 mod models;
+mod padding;
 mod report;
 mod state;
 mod tiers;
@@ -20,6 +22,7 @@ mod trim;
 
 pub use capacity::{Plan, PlanPart};
 pub use heads::HeadGroups;
+pub use layer::LayerCache;
 pub use mask::Mask;
 pub use model::KvCache;
 pub use models::{Claim, Model, ModelPlan, Sliding, models};
@@ -32,6 +35,7 @@ use crate::codec::Codec;
 use crate::codes::{Buffer, Frame};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::policy::Block;
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;
@@ -54,9 +58,9 @@ struct Exact<T> {
     capacity: usize,
 }
 
-/// The cache of one layer.
+/// The cache of sequences of one length in one layer.
 #[derive(Clone, Debug)]
-pub struct LayerCache<E: Engine> {
+struct SequenceCache<E: Engine> {
     engine: E,
     recipe: Recipe,
     shape: LayerShape,
@@ -74,29 +78,23 @@ pub struct LayerCache<E: Engine> {
     tiers: Option<tiers::Tiers>,
 }
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// An empty cache for one layer of a model.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the recipe has no form for these head dims.
-    pub fn new(engine: E, recipe: &Recipe, layer: usize, shape: LayerShape) -> Result<LayerCache<E>> {
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`LayerCache::new`].
+    pub fn new(engine: E, recipe: &Recipe, layer: usize, shape: LayerShape) -> Result<SequenceCache<E>> {
         let codec = |side, dim| -> Result<Option<Arc<Codec>>> {
             recipe.spec(side, layer, dim)?.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
         };
         let codecs = [codec(Side::Key, shape.key_dim)?, codec(Side::Value, shape.value_dim)?];
-        LayerCache::with_codecs(engine, recipe.clone(), shape, codecs)
+        SequenceCache::with_codecs(engine, recipe.clone(), shape, codecs)
     }
 
-    /// An empty cache with given codecs, for calibrated levels.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if a codec is made for another head dim.
+    /// See [`LayerCache::with_codecs`].
     pub fn with_codecs(
         engine: E,
         recipe: Recipe,
         shape: LayerShape,
         codecs: [Option<Arc<Codec>>; 2],
-    ) -> Result<LayerCache<E>> {
+    ) -> Result<SequenceCache<E>> {
         for (codec, dim) in codecs.iter().zip([shape.key_dim, shape.value_dim]) {
             if let Some(codec) = codec
                 && codec.spec().head_dim != dim
@@ -105,7 +103,7 @@ impl<E: Engine + Clone> LayerCache<E> {
                 return Err(Error::Unsupported { field: "codec", value: codec.spec().to_string(), reason });
             }
         }
-        Ok(LayerCache {
+        Ok(SequenceCache {
             engine,
             recipe,
             shape,
@@ -122,7 +120,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         })
     }
 
-    /// Tokens appended so far less those trimmed: the position of the next token. Eviction does not change it.
+    /// See [`LayerCache::offset`].
     pub fn offset(&self) -> usize {
         self.offset
     }
@@ -147,10 +145,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         &self.recipe
     }
 
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if they do not fit what the cache holds; the cache is then as it was.
+    /// See [`LayerCache::update_and_fetch`].
     pub fn update_and_fetch(
         &mut self,
         keys: &E::Tensor,
@@ -160,10 +155,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.fetch()
     }
 
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
-    ///
-    /// # Errors
-    /// As [`LayerCache::update_and_fetch`].
+    /// See [`LayerCache::append`].
     pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         let total = self.check(keys, values)?;
         let mut done = 0;
@@ -173,13 +165,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(())
     }
 
-    /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.
-    ///
-    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the call is then cut at block
-    /// borders, and every query sees what it would have seen had the tokens come one by one.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit; the cache is then as it was.
+    /// See [`LayerCache::update_and_attend`].
     pub fn update_and_attend(
         &mut self,
         queries: &E::Tensor,
@@ -232,18 +218,12 @@ impl<E: Engine + Clone> LayerCache<E> {
         if parts.len() == 1 { Ok(parts[0].clone()) } else { E::Tensor::concat(3, &parts) }
     }
 
-    /// Attends without appending.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit, or the cache is empty.
+    /// See [`LayerCache::attend`].
     pub fn attend(&self, queries: &E::Tensor, rules: &Rules<E::Tensor>) -> Result<E::Tensor> {
         self.engine.attend(&self.segments(), queries, rules)
     }
 
-    /// All keys and values dense, in the dtype they came in.
-    ///
-    /// # Errors
-    /// [`Error::Shape`] if the cache has never held a token.
+    /// See [`LayerCache::fetch`].
     pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
         let Some(window) = &self.window else {
             return Err(Error::Shape { what: "cache", expected: "at least one append".into(), got: vec![0] });
@@ -261,7 +241,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok((E::Tensor::concat(2, &keys)?, E::Tensor::concat(2, &values)?))
     }
 
-    /// The parts in token order. Buffers are shared, not copied.
+    /// See [`LayerCache::segments`].
     pub fn segments(&self) -> Vec<Segment<E::Tensor>> {
         let exact = |e: &Exact<E::Tensor>, len: usize, start: usize| Segment {
             start,
@@ -277,6 +257,14 @@ impl<E: Engine + Clone> LayerCache<E> {
             list.push(exact(window, self.window_len, self.offset - self.window_len));
         }
         list
+    }
+
+    /// Makes the empty window, which tells dtype and heads, before the first token.
+    fn open(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
+        if self.window.is_none() {
+            self.write_window(&keys.slice(2, 0, 0)?, &values.slice(2, 0, 0)?)?;
+        }
+        Ok(())
     }
 
     /// Checks new tokens against the cache and gives their number.

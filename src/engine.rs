@@ -30,6 +30,15 @@ pub trait Engine {
     /// The engine's own, if the evaluation fails.
     fn get(&self, tensor: &Self::Tensor) -> Result<Tensor>;
 
+    /// A mask of booleans in the form that the engine's own attention takes as one: u8 on the CPU, bool in MLX, which adds other
+    /// integers to the scores.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] if the number of entries is not the product of `shape`.
+    fn mask(&self, shape: &[usize], seen: &[bool]) -> Result<Self::Tensor> {
+        self.put(&Tensor::new(shape, seen.iter().map(|&s| u8::from(s)).collect())?)
+    }
+
     /// The frame that `codec` needs, from a block of keys or values [B, H, n, D] and, for gains, queries [B, Hq, m, D].
     /// Without queries the gains assume that queries are isotropic.
     ///

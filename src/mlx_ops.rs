@@ -120,7 +120,7 @@ pub fn evaluate(arrays: &[&Array]) -> Result<()> {
     Ok(mlx_rs::transforms::eval(arrays.iter().copied())?)
 }
 
-/// An MLX array as a host array (evaluated, one copy).
+/// An MLX array as a host array (evaluated, one copy); booleans become u8.
 pub fn get(array: &Array) -> Result<Tensor> {
     fn copy<T: Element + mlx_rs::ArrayElement>(array: &Array) -> Result<Tensor> {
         let shape = shape(array);
@@ -140,9 +140,11 @@ pub fn get(array: &Array) -> Result<Tensor> {
         Dtype::Uint32 => copy::<u32>(array),
         Dtype::Uint8 => copy::<u8>(array),
         Dtype::Int32 => copy::<i32>(array),
+        // The host has no booleans; a mask there is u8.
+        Dtype::Bool => copy::<u8>(&array.as_dtype(Dtype::Uint8)?),
         other => Err(Error::Dtype {
             what: "array",
-            expected: "a float, u32, u8 or i32",
+            expected: "a float, u32, u8, i32 or bool",
             got: format!("{other:?}"),
         }),
     }

@@ -48,6 +48,9 @@ pub const PRESETS: [(&str, &str); 8] = [
     ("kivi", "KIVI (2402.02750): keys by channel over 32 tokens, values by token, window 128"),
 ];
 
+/// Most tokens that a recipe may keep exact at either end: more than any context has, and far from overflow in every count of bytes.
+pub const MOST_EXACT_TOKENS: usize = 1 << 26;
+
 /// Head dim for which a recipe's specs are written down.
 const TEMPLATE_DIM: usize = 128;
 
@@ -81,16 +84,27 @@ impl Recipe {
         Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, plan: None }
     }
 
+    fn check_exact_tokens(&self) -> Result<()> {
+        for (field, tokens) in [("sinks", self.sinks), ("window", self.window)] {
+            if tokens > MOST_EXACT_TOKENS {
+                let reason = format!("at most {MOST_EXACT_TOKENS} tokens");
+                return Err(Error::Unsupported { field, value: tokens.to_string(), reason });
+            }
+        }
+        Ok(())
+    }
+
     /// The codec spec of one side of one layer: the recipe's, fitted to the head dim, with a seed of its own.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the codec has no form for this head dim, the plan ends before the layer, or its heads differ there,
-    /// see [`Recipe::by_heads`].
+    /// see [`Recipe::by_heads`]; also for more than [`MOST_EXACT_TOKENS`] sinks or tokens of the window.
     pub fn spec(&self, side: Side, layer: usize, head_dim: usize) -> Result<Option<CodecSpec>> {
         let (template, part) = match side {
             Side::Key => (self.key, 0),
             Side::Value => (self.value, 1),
         };
+        self.check_exact_tokens()?;
         let Some(mut template) = template else { return Ok(None) };
         if let Some(plan) = &self.plan {
             let no = |value: String, reason: &str| {
@@ -298,6 +312,7 @@ impl FromStr for Recipe {
             (None, None) => None,
             _ => return Err(fail("key-bits and value-bits go together".into())),
         };
+        recipe.check_exact_tokens()?;
         Ok(recipe)
     }
 }
@@ -349,6 +364,12 @@ mod tests {
         assert!(Recipe::preset("mlx-affine", 4.0, 4.0).unwrap().spec(Side::Key, 0, 80).is_err());
         assert!("best@4/4/4".parse::<Recipe>().is_err());
         assert!("best,sink=4".parse::<Recipe>().is_err());
+        for exact in ["sinks", "window"] {
+            let text = |n: usize| format!("best@4,{exact}={n}");
+            assert!(text(MOST_EXACT_TOKENS).parse::<Recipe>().is_ok());
+            assert!(matches!(text(MOST_EXACT_TOKENS + 1).parse::<Recipe>(), Err(Error::Unsupported { .. })));
+            assert!(text(usize::MAX).parse::<Recipe>().is_err());
+        }
     }
 
     #[test]

@@ -294,3 +294,73 @@ fn bench_checks_before_it_times_and_draws_what_it_timed() {
     place.bad("bench --heads 0", 1, &["heads = 0"]);
     place.bad("bench --recipes nothing@4", 1, &["nothing"]);
 }
+
+/// Commands that print without a server, on the sample.
+const PRINTERS: [&str; 7] = [
+    "recipes",
+    "inspect in.safetensors",
+    "inspect in.safetensors --json",
+    "compare in.safetensors --recipes uniform@4",
+    "plan in.safetensors",
+    "capacity --model qwen3-8b",
+    "verify in.safetensors",
+];
+
+#[cfg(unix)]
+#[test]
+fn a_reader_that_has_gone_ends_a_command_quietly() {
+    let place = Place::new();
+    place.good("compress in.safetensors");
+    for arguments in PRINTERS {
+        let (reader, writer) = std::io::pipe().unwrap();
+        drop(reader);
+        let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
+        command.current_dir(place.0.path()).args(arguments.split_whitespace()).stdout(writer);
+        let output = command.output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(output.status.success() && error.is_empty(), "{arguments}: {} {error}", output.status);
+    }
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_full_disk_behind_the_output_is_an_error_like_others() {
+    let place = Place::new();
+    place.good("compress in.safetensors");
+    let full = || std::fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    for arguments in PRINTERS {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
+        command.current_dir(place.0.path()).args(arguments.split_whitespace()).stdout(full());
+        let output = command.output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(1), "{arguments}: {error}");
+        assert!(
+            error.starts_with("turbomoq: standard output:") && error.lines().count() == 1,
+            "{arguments}: {error}"
+        );
+    }
+    // Not even the complaint can be written.
+    let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
+    let status = command.args(["inspect", "absent"]).stdout(full()).stderr(full()).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+}
+
+#[test]
+fn names_in_files_do_not_steer_the_terminal() {
+    let place = Place::new();
+    let mut cache = PromptCache::read(place.path("in.safetensors")).unwrap();
+    cache.metadata.insert("a\u{1b}[31m".into(), "b\n\u{9b}2Jc\u{202e}".into());
+    cache.write(place.path("odd.safetensors"), Layout::V031).unwrap();
+    let text = place.good("inspect odd.safetensors");
+    assert!(text.contains(r"a\u{1b}[31m: b\n\u{9b}2Jc\u{202e}"), "{text}");
+    assert!(!text.contains(|c: char| c.is_control() && c != '\n'));
+}
+
+#[test]
+fn numbers_without_bound_are_refused_and_not_wrapped() {
+    let place = Place::new();
+    place.bad("compress in.safetensors --recipe best@4,window=18446744073709551615", 1, &["window"]);
+    place.bad("compress in.safetensors --recipe best@4,sinks=18446744073709551615", 1, &["sinks"]);
+    place.bad("compress in.safetensors --window 18446744073709551615", 1, &["window"]);
+    place.bad("compress in.safetensors --sinks 18446744073709551615", 1, &["sinks"]);
+}

@@ -11,6 +11,7 @@ use crate::pool::{Label, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 /// Where the label is, among what the user stored beside the cache.
@@ -93,7 +94,8 @@ impl Spill<Archive> for SpillFolder {
             let label = match label_of(&path) {
                 Ok(label) => label,
                 Err(error) => {
-                    eprintln!("turbomoq: set aside: {error}");
+                    // Not `eprintln!`, which panics where standard error is closed.
+                    let _ = writeln!(io::stderr(), "turbomoq: set aside: {error}");
                     fs::rename(&path, path.with_extension("damaged")).map_err(io(&path))?;
                     continue;
                 }

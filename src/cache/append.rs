@@ -1,6 +1,6 @@
 //! How tokens enter a cache: sinks first, then the window, and from the window into packed blocks.
 
-use super::{Exact, LayerCache};
+use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -15,7 +15,7 @@ pub(super) const STEP: usize = 64;
 /// held twice for a moment, 3 % of a cache of 32K tokens.
 const SEGMENT: usize = 2048;
 
-impl<E: Engine + Clone> LayerCache<E> {
+impl<E: Engine + Clone> SequenceCache<E> {
     /// Appends tokens from `start` on, up to the next border, and says how many.
     pub(super) fn append_piece(
         &mut self,
@@ -112,7 +112,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
     }
 
-    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`LayerCache::append`] are not known.
+    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`super::LayerCache::append`] are not known.
     pub(super) fn keep_queries(&mut self, queries: &E::Tensor) -> Result<()> {
         let wanted = self.frame_codecs()[0].as_ref().is_some_and(|codec| codec.spec().equalised);
         if self.frames.is_none() && wanted {

@@ -60,6 +60,18 @@ impl<E: Engine + Clone> HeadGroups<E> {
         Ok(HeadGroups { groups: groups.collect::<Result<_>>()?, kv_heads: self.kv_heads })
     }
 
+    /// Tells every group the padding of the batch, see [`LayerCache::with_left_padding`].
+    ///
+    /// # Errors
+    /// As [`LayerCache::with_left_padding`].
+    pub fn with_left_padding(self, padding: Vec<usize>) -> Result<HeadGroups<E>> {
+        let groups = self
+            .groups
+            .into_iter()
+            .map(|(heads, cache)| Ok((heads, cache.with_left_padding(padding.clone())?)));
+        Ok(HeadGroups { groups: groups.collect::<Result<_>>()?, kv_heads: self.kv_heads })
+    }
+
     /// KV heads and cache of each group.
     pub fn groups(&self) -> impl Iterator<Item = (&[usize], &LayerCache<E>)> {
         self.groups.iter().map(|(heads, cache)| (&heads[..], cache))

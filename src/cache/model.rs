@@ -85,6 +85,15 @@ impl<E: Engine + Clone> KvCache<E> {
         Ok(KvCache { layers: layers.collect::<Result<_>>()?, ordinals: self.ordinals })
     }
 
+    /// Tells every layer the padding of the batch, see [`LayerCache::with_left_padding`].
+    ///
+    /// # Errors
+    /// As [`LayerCache::with_left_padding`].
+    pub fn with_left_padding(self, padding: Vec<usize>) -> Result<KvCache<E>> {
+        let layers = self.layers.into_iter().map(|l| l.with_left_padding(padding.clone()));
+        Ok(KvCache { layers: layers.collect::<Result<_>>()?, ordinals: self.ordinals })
+    }
+
     /// Layers with keys and values, in order.
     pub fn layers(&self) -> &[LayerCache<E>] {
         &self.layers

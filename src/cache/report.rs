@@ -1,6 +1,6 @@
 //! What a cache holds: one line a segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
 
-use super::{Exact, LayerCache};
+use super::{Exact, SequenceCache};
 use crate::attention::Stored;
 use crate::codes::{Buffer, Frame};
 use crate::engine::Engine;
@@ -57,8 +57,8 @@ impl LayerReport {
     }
 }
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// Bytes of every buffer, allocated rows that hold no token yet included.
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`super::LayerCache::nbytes`].
     pub fn nbytes(&self) -> usize {
         let exact: usize = [&self.sinks, &self.window].into_iter().flatten().map(bytes_of_exact).sum();
         let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
@@ -73,10 +73,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             + self.codecs.iter().flatten().filter_map(|c| c.fitted()).map(|l| 4 * l.len()).sum::<usize>()
     }
 
-    /// What the cache holds, segment by segment.
-    ///
-    /// # Errors
-    /// The engine's own.
+    /// See [`super::LayerCache::report`].
     pub fn report(&self) -> crate::Result<LayerReport> {
         let masses = self.tiers.as_ref().map_or([Ema::default(); 2], |t| t.exact);
         let mut parts = vec![];

@@ -4,7 +4,7 @@
 //! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
 
 use super::tiers::Held;
-use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape};
+use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -81,11 +81,8 @@ struct TierMeta {
 const VERSION: u32 = 1;
 const SIDES: [&str; 2] = ["keys", "values"];
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// The cache taken apart; [`LayerCache::from_state`] puts it together.
-    ///
-    /// # Errors
-    /// The engine's own.
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`LayerCache::state`].
     pub fn state(&self) -> Result<State<E::Tensor>> {
         let mut arrays = BTreeMap::new();
         let exact = [("sinks", &self.sinks, self.sinks_len), ("window", &self.window, self.window_len)];
@@ -154,12 +151,8 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(State { arrays, meta })
     }
 
-    /// A cache from what [`LayerCache::state`] gave; it goes on as the first one would have.
-    ///
-    /// # Errors
-    /// [`Error::Parse`] if the text is not one of this version, an array is missing, or the numbers contradict the arrays;
-    /// [`Error::Shape`] if an array does not fit its codec.
-    pub fn from_state(engine: E, state: &State<E::Tensor>) -> Result<LayerCache<E>> {
+    /// See [`LayerCache::from_state`].
+    pub fn from_state(engine: E, state: &State<E::Tensor>) -> Result<SequenceCache<E>> {
         let meta: Meta = serde_json::from_str(&state.meta).map_err(|e| misfit(e.to_string()))?;
         if meta.version != VERSION {
             return Err(misfit(format!("version {}, this program reads {VERSION}", meta.version)));
@@ -177,7 +170,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         };
         let codecs = [codec(0)?, codec(1)?];
         let shape = LayerShape { key_dim: meta.dims[0], value_dim: meta.dims[1] };
-        let mut cache = LayerCache::with_codecs(engine, meta.recipe, shape, codecs)?;
+        let mut cache = SequenceCache::with_codecs(engine, meta.recipe, shape, codecs)?;
         let mut known: Vec<Arc<Codec>> = cache.codecs.iter().flatten().cloned().collect();
         if let Some(tiers) = meta.tiers {
             cache = cache.with_tiers(&tiers.policy, tiers.observe_every)?;
@@ -311,7 +304,11 @@ impl<E: Engine + Clone> HeadGroups<E> {
         }
         let groups: Vec<_> = state.heads.iter().cloned().zip(caches).collect();
         for (heads, cache) in &groups {
-            let held = cache.window.as_ref().map_or(heads.len(), |w| w.keys.shape()[1]);
+            let held = cache.heads().map_or(heads.len(), |[_, heads]| heads);
+            let alike = cache.left_padding() == groups[0].1.left_padding();
+            if !alike {
+                return Err(misfit(format!("the group of heads {heads:?} has another left padding")));
+            }
             if held != heads.len() || cache.offset() != groups[0].1.offset() {
                 let found = format!("{held} heads at offset {}", cache.offset());
                 return Err(misfit(format!("the group of heads {heads:?} has {found}")));
@@ -328,6 +325,6 @@ fn expect_rows<T: Buffer>(rows: &T, len: usize, dim: usize) -> Result<()> {
     }
 }
 
-fn misfit(reason: String) -> Error {
+pub(super) fn misfit(reason: String) -> Error {
     Error::Parse { what: "cache state", text: "state".into(), reason }
 }

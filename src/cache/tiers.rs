@@ -4,7 +4,7 @@
 //! packed form, in the same frame and with the same rotation; a side whose codec does not change keeps its codes. What is cut from a
 //! segment gets buffers of its own, so an evicted or recoded block frees its bytes at once.
 
-use super::LayerCache;
+use super::SequenceCache;
 use super::append::join;
 use crate::attention::{Rules, Segment, Stored, cut};
 use crate::codec::Codec;
@@ -72,16 +72,9 @@ pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<V
     tiers.iter().map(|b| Ok([side(&codecs[0], b.key)?, side(&codecs[1], b.value)?])).collect()
 }
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// Gives an empty cache a tier policy, which looks at received attention every `observe_every` tokens if it needs it: that costs
-    /// the scores of one query once more, so one part in `observe_every` of decoding at most.
-    ///
-    /// The recipe says how packed blocks are packed; their bits are those of the tiers. 16 bits are half floats. Decisions by
-    /// attention depend on the queries, so a cache with them is not the same for any chunking of appends.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] if the recipe has no form at a tier's bits, the cache holds tokens, or `observe_every` is zero.
-    pub fn with_tiers(mut self, policy: &TierPolicy, observe_every: usize) -> Result<LayerCache<E>> {
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`super::LayerCache::with_tiers`].
+    pub fn with_tiers(mut self, policy: &TierPolicy, observe_every: usize) -> Result<SequenceCache<E>> {
         let refuse = |field, value: usize, reason: &str| {
             Err(Error::Unsupported { field, value: value.to_string(), reason: reason.into() })
         };
@@ -112,11 +105,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.tiers.as_ref().and_then(|tiers| tiers.policy.limit())
     }
 
-    /// Keeps blocks with tokens at these positions in the tier they are in; new ones among them stay in the first tier. Without a
-    /// policy nothing falls anyway.
-    ///
-    /// # Errors
-    /// [`Error::Range`] if the range runs backwards.
+    /// See [`super::LayerCache::pin`].
     pub fn pin(&mut self, tokens: Range<usize>) -> Result<()> {
         self.unpin(tokens.clone())?;
         if let Some(tiers) = self.tiers.as_mut().filter(|_| !tokens.is_empty()) {
@@ -125,10 +114,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(())
     }
 
-    /// Undoes [`LayerCache::pin`] for these positions.
-    ///
-    /// # Errors
-    /// [`Error::Range`] if the range runs backwards.
+    /// See [`super::LayerCache::unpin`].
     pub fn unpin(&mut self, tokens: Range<usize>) -> Result<()> {
         let Range { start, end } = tokens;
         if start > end {

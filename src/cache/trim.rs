@@ -1,21 +1,14 @@
 //! How tokens leave a cache from its end, across the border between exact and packed.
 
-use super::LayerCache;
+use super::SequenceCache;
 use crate::attention::{Segment, Stored, cut};
 use crate::codes::Buffer;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::tensor::Dtype;
 
-impl<E: Engine + Clone> LayerCache<E> {
-    /// Drops the last `n` tokens, exact or packed, and says how many were dropped (all, if there are fewer). Tokens that a tier policy
-    /// evicted count with the rest: the next token has position `offset - n`. They do not come back.
-    ///
-    /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
-    /// [`crate::attention::Rules::mask`].
-    ///
-    /// # Errors
-    /// The engine's own; the cache is then as it was.
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`super::LayerCache::trim`].
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let n = n.min(self.offset);
         let queries = self.queries.as_ref().filter(|q| q.shape()[2] > n);

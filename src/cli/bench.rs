@@ -5,6 +5,7 @@
 
 mod chart;
 
+use super::say::say;
 use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -332,7 +333,7 @@ fn compare(output: &mut Output, recipes: &[&str]) {
 
 fn print(output: &Output) {
     let worst = output.checks.iter().map(|c| c.error / c.bound).fold(0.0, f64::max);
-    println!(
+    say!(
         "{} x {} query heads on {} KV heads of {} channels, {} threads, {}; {} checks passed, the worst at {:.0} % of its bound",
         output.batch,
         output.heads * output.group,
@@ -355,13 +356,13 @@ fn print(output: &Output) {
             format!("{:.2}", c.gb_per_s),
         ]);
     }
-    println!("{times}");
+    say!("{times}");
     for c in &output.crossovers {
         match c.tokens {
             Some(tokens) => {
-                println!("{}, {}: faster than exact rows from {tokens} tokens on", c.engine, c.recipe)
+                say!("{}, {}: faster than exact rows from {tokens} tokens on", c.engine, c.recipe)
             }
-            None => println!("{}, {}: not faster than exact rows at the greatest length", c.engine, c.recipe),
+            None => say!("{}, {}: not faster than exact rows at the greatest length", c.engine, c.recipe),
         }
     }
 }

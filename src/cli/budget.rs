@@ -2,6 +2,7 @@
 //! recipe.
 
 use super::calibrate::Scored;
+use super::say::say;
 use super::{print_json, table};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
@@ -156,7 +157,7 @@ pub fn run(
 
 fn print(output: &Output, plan: &BitPlan, uniform: u8) {
     let ModelShape { layers, kv_heads, .. } = output.shape;
-    println!("prices: {}", output.source);
+    say!("prices: {}", output.source);
     let mut rows = table(&["layer", "key bits", "", "value bits", ""]);
     for layer in 0..layers {
         let side = |side: Side| -> (String, String) {
@@ -167,17 +168,20 @@ fn print(output: &Output, plan: &BitPlan, uniform: u8) {
         let ((keys, key_bars), (values, value_bars)) = (side(Side::Key), side(Side::Value));
         rows.add_row([layer.to_string(), keys, key_bars, values, value_bars]);
     }
-    println!("{rows}");
-    println!(
+    say!("{rows}");
+    say!(
         "{:.3} bits a key and {:.3} a value of the codes; loss by the table {:.3e}, with {uniform} bits everywhere {:.3e}",
-        output.mean[0], output.mean[1], output.loss, output.uniform_loss
+        output.mean[0],
+        output.mean[1],
+        output.loss,
+        output.uniform_loss
     );
     if let Some(Parked { tokens, bytes, bits }) = output.parked {
-        println!(
+        say!(
             "{bits:.3} stored bits a value in a parked cache of {tokens} tokens ({bytes} bytes), everything counted"
         );
     }
-    println!("{}", output.recipe);
+    say!("{}", output.recipe);
 }
 
 /// A bar as high as the bits.

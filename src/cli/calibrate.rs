@@ -3,6 +3,7 @@
 //! Without the model nobody can measure what noise does to its answers, so the heads are scored. Where the model itself can run,
 //! measure: `cargo run --release --example smollm2 -- calibrate`.
 
+use super::say::say;
 use std::path::{Path, PathBuf};
 use turbomoq::calibration::{Calibration, score_heads};
 use turbomoq::policy::{HeadScores, ModelShape};
@@ -24,7 +25,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     files::distinct(&arguments.input, &arguments.out)?;
     let table = Scored::read(&arguments.input)?.table()?;
     files::replace(&arguments.out, &[&table.to_bytes()?])?;
-    println!("{}: {}", arguments.out.display(), table.source());
+    say!("{}: {}", arguments.out.display(), table.source());
     Ok(())
 }
 

@@ -5,6 +5,7 @@
 //! The original's table stands beside it, each of its figures checked against its own layout: keys and values in half precision of all
 //! layers, 2.5 stored bits for what it calls 2 bits.
 
+use super::say::say;
 use super::{Size, bytes, print_json, table};
 use serde::Serialize;
 use turbomoq::archive::parked_model_bytes;
@@ -138,7 +139,7 @@ fn check(model: &Model) -> Option<Checked> {
 
 fn print(arguments: &Arguments, rows: &[Row], claims: &[Checked]) {
     let kilo = |tokens: f64| format!("{:.0}K", tokens / 1e3);
-    println!(
+    say!(
         "{} of memory, {} of them reserved; real bytes, everything counted",
         bytes(arguments.memory.0 as u64),
         bytes(arguments.reserve.0 as u64)
@@ -154,11 +155,11 @@ fn print(arguments: &Arguments, rows: &[Row], claims: &[Checked]) {
         cells.extend(row.agents.iter().flat_map(|a| [a.live.to_string(), parked(a)]));
         out.add_row(cells);
     }
-    println!("{out}");
+    say!("{out}");
     if claims.is_empty() {
         return;
     }
-    println!("\nthe original's claims at 16 GB; * does not follow from its own layout");
+    say!("\nthe original's claims at 16 GB; * does not follow from its own layout");
     let mut out = table(&[
         "model",
         "for the cache",
@@ -180,5 +181,5 @@ fn print(arguments: &Arguments, rows: &[Row], claims: &[Checked]) {
             kilo(c.claim.progressive),
         ]);
     }
-    println!("{out}");
+    say!("{out}");
 }

@@ -1,5 +1,6 @@
 //! `turbomoq compare`: the recipes side by side on one real cache.
 
+use super::say::{complain, say};
 use super::verify::{RoundTrip, rows};
 use super::{EngineName, print_json, table};
 use serde::Serialize;
@@ -95,7 +96,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             }
             // A preset that has no form for this head dim is left out, and said so.
             Err(error @ Error::Unsupported { .. }) if arguments.recipes.is_empty() => {
-                eprintln!("{name}: {error}")
+                complain!("{name}: {error}")
             }
             Err(error) => return Err(error),
         }
@@ -118,6 +119,6 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             format!("{:.0} / {:.0}", l.encode_ms, l.decode_ms),
         ]);
     }
-    println!("{table}");
+    say!("{table}");
     Ok(())
 }

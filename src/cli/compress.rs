@@ -1,5 +1,6 @@
 //! `turbomoq compress`: a prompt cache into a compressed file.
 
+use super::say::say;
 use super::{EngineName, OnEngine, RecipeArguments, beside, bytes, print_json, progress, table};
 use std::path::PathBuf;
 use std::time::Instant;
@@ -83,18 +84,17 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         bytes(stats.bytes as u64),
         format!("{:.2}", stats.compression_ratio),
     ]);
-    println!("{table}");
+    say!("{table}");
     if let Some((_, _, layer)) = archive.packed().first() {
         let [sinks, packed, window] = layer.key.split();
-        println!(
-            "first packed layer: {sinks} exact sinks, {packed} packed tokens, {window} exact in the window"
-        );
+        say!("first packed layer: {sinks} exact sinks, {packed} packed tokens, {window} exact in the window");
     }
-    println!(
+    say!(
         "stored bits: {:.2} a key scalar, {:.2} a value scalar, everything counted",
-        stats.avg_k_bits, stats.avg_v_bits
+        stats.avg_k_bits,
+        stats.avg_v_bits
     );
-    println!("recipe: {}", archive.recipe);
-    println!("{} ({}), {encode_ms:.0} ms on the {engine} engine", output.display(), bytes(file_bytes));
+    say!("recipe: {}", archive.recipe);
+    say!("{} ({}), {encode_ms:.0} ms on the {engine} engine", output.display(), bytes(file_bytes));
     Ok(())
 }

@@ -1,5 +1,6 @@
 //! `turbomoq inspect`: what a prompt cache or a compressed file holds, layer by layer.
 
+use super::say::{name, say};
 use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -58,24 +59,31 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         print_json(&contents);
         return Ok(());
     }
-    println!(
+    say!(
         "{}, layout of mlx-lm {}, {} in memory",
         contents.format,
         contents.layout,
         bytes(contents.bytes as u64)
     );
     if let Some(recipe) = &contents.recipe {
-        println!("recipe: {recipe}");
+        say!("recipe: {recipe}");
     }
     for (key, value) in &contents.metadata {
-        println!("{key}: {value}");
+        say!("{}: {}", name(key), name(value));
     }
     let mut table = table(&["layer", "class", "tokens", "keys", "values", "bytes"]);
     for row in &contents.layers {
         let tokens = row.tokens.map_or("-".into(), |t| t.to_string());
-        table.add_row([&row.layer, &row.class, &tokens, &row.keys, &row.values, &bytes(row.bytes as u64)]);
+        table.add_row([
+            &row.layer,
+            &name(&row.class),
+            &tokens,
+            &row.keys,
+            &row.values,
+            &bytes(row.bytes as u64),
+        ]);
     }
-    println!("{table}");
+    say!("{table}");
     Ok(())
 }
 

@@ -11,6 +11,7 @@ mod compress;
 mod inspect;
 mod plan;
 mod restore;
+mod say;
 #[cfg(unix)]
 mod serve;
 #[cfg(unix)]
@@ -21,6 +22,7 @@ mod verify;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
+use say::{complain, say};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use turbomoq::engine::Engine;
@@ -183,14 +185,14 @@ pub fn run() -> ExitCode {
                 let recipe = name.parse::<Recipe>().map_or_else(|e| e.to_string(), |r| r.to_string());
                 table.add_row([name, what, &recipe]);
             }
-            println!("{table}");
+            say!("{table}");
             Ok(())
         }
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("turbomoq: {error}");
+            complain!("turbomoq: {error}");
             ExitCode::FAILURE
         }
     }
@@ -255,7 +257,7 @@ fn beside(input: &Path, ending: &str) -> PathBuf {
 
 fn print_json(value: &impl serde::Serialize) {
     match serde_json::to_string_pretty(value) {
-        Ok(text) => println!("{text}"),
-        Err(error) => eprintln!("turbomoq: {error}"),
+        Ok(text) => say!("{text}"),
+        Err(error) => complain!("turbomoq: {error}"),
     }
 }

@@ -1,6 +1,7 @@
 //! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes; with `--budget` or
 //! `--stored`, how bits are spread over heads.
 
+use super::say::say;
 use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
@@ -234,33 +235,32 @@ fn by_tier(report: &LayerReport) -> Vec<PlanPart> {
 
 fn print(output: &Output) {
     let ModelShape { layers, kv_heads, key_dim, value_dim } = output.shape;
-    println!(
-        "{} tokens, {layers} layers, {kv_heads} KV heads, {key_dim}/{value_dim} channels",
-        output.tokens
-    );
-    println!("policy {}, recipe {}", output.policy, output.recipe);
+    say!("{} tokens, {layers} layers, {kv_heads} KV heads, {key_dim}/{value_dim} channels", output.tokens);
+    say!("policy {}, recipe {}", output.policy, output.recipe);
     print_parts(&output.parts);
-    println!(
+    say!(
         "{} against {} in fp16: {:.2} times the context",
         bytes(output.bytes as u64),
         bytes(output.fp16_bytes as u64),
         output.expansion
     );
     if let Some([tiers, fp16]) = output.capacity {
-        println!("longest context in the budget: {tiers} tokens, {fp16} in fp16");
+        say!("longest context in the budget: {tiers} tokens, {fp16} in fp16");
     }
     if let Some(m) = &output.measured {
-        println!("\nmeasured, one layer on the CPU engine:");
+        say!("\nmeasured, one layer on the CPU engine:");
         print_parts(&m.layer);
-        println!(
+        say!(
             "{} held, at most {}; {:.2} times the context",
             bytes(m.bytes as u64),
             bytes(m.peak_bytes as u64),
             m.expansion
         );
-        println!(
+        say!(
             "{:.3} ms a token for packing and demotion, {:.3} of it for demotion; {:.2} ms a step of attention",
-            m.ms_per_token, m.demotion_ms_per_token, m.attend_ms
+            m.ms_per_token,
+            m.demotion_ms_per_token,
+            m.attend_ms
         );
     }
 }
@@ -273,5 +273,5 @@ fn print_parts(parts: &[PlanPart]) {
         let bits = format!("{} / {}", p.key_bits, p.value_bits);
         table.add_row([p.tier.clone(), p.tokens.to_string(), bits, p.bytes.to_string(), each]);
     }
-    println!("{table}");
+    say!("{table}");
 }

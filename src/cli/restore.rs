@@ -1,5 +1,6 @@
 //! `turbomoq restore`: a compressed file into a prompt cache that mlx-lm loads.
 
+use super::say::say;
 use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
 use std::path::PathBuf;
 use turbomoq::Result;
@@ -63,7 +64,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             "file_bytes": file_bytes,
         }));
     } else {
-        println!(
+        say!(
             "{} ({}), {} layers for mlx-lm {layout}",
             output.display(),
             bytes(file_bytes),

@@ -3,6 +3,7 @@
 use super::{Size, bytes};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::collections::BTreeMap;
+use std::io::Write;
 use std::path::PathBuf;
 use turbomoq::serve::{Options, Server, default_folder};
 use turbomoq::{Error, Result};
@@ -54,7 +55,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT]).map_err(io)?;
     let server = Server::start(options)?;
     let on_disk = server.pool().stats().on_disk;
-    println!(
+    // A server whose standard output is closed serves all the same.
+    let _ = writeln!(
+        std::io::stdout(),
         "serving {} in {}, {on_disk} agents on the disk",
         folder.display(),
         bytes(arguments.budget.0 as u64)

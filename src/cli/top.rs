@@ -1,7 +1,8 @@
 //! `turbomoq top` and `turbomoq stats`: what a server holds, live or once.
 
+use super::say::{name, say};
 use super::{bytes, print_json, table};
-use std::io::IsTerminal;
+use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::Duration;
 use turbomoq::pool::{Agent, Stats};
@@ -47,7 +48,7 @@ pub fn top(arguments: &TopArguments) -> Result<()> {
         }
         let (recipe, pool, agents) = ask(&mut client)?;
         if std::io::stdout().is_terminal() {
-            print!("\x1b[H\x1b[2J");
+            let _ = write!(std::io::stdout(), "\x1b[H\x1b[2J");
         }
         print(&recipe, &pool, &agents);
     }
@@ -77,14 +78,14 @@ fn ask(client: &mut Client) -> Result<(String, Stats, Vec<Agent>)> {
 }
 
 fn print(recipe: &str, pool: &Stats, agents: &[Agent]) {
-    println!(
+    say!(
         "{} of {} in memory, {} more but for sharing; {} on the disk",
         bytes(pool.used as u64),
         bytes(pool.budget as u64),
         bytes(pool.saved_by_sharing as u64),
         bytes(pool.disk_bytes)
     );
-    println!(
+    say!(
         "{} agents, {} in memory, {} on the disk; {} stored, {} from memory, {} from the disk, {} spilled, {} lost",
         pool.agents,
         pool.in_memory,
@@ -95,13 +96,13 @@ fn print(recipe: &str, pool: &Stats, agents: &[Agent]) {
         pool.spills,
         pool.evictions
     );
-    println!("recipe {recipe}");
+    say!("recipe {recipe}");
     let mut table = table(&["agent", "type", "priority", "pinned", "in memory", "shared", "on disk", "idle"]);
     let size = |n: Option<u64>| n.map_or("-".into(), bytes);
     for agent in agents {
         table.add_row([
-            agent.id.clone(),
-            agent.kind.clone(),
+            name(&agent.id),
+            name(&agent.kind),
             agent.priority.to_string(),
             if agent.pinned { "yes".into() } else { String::new() },
             size(agent.bytes.map(|n| n as u64)),
@@ -110,5 +111,5 @@ fn print(recipe: &str, pool: &Stats, agents: &[Agent]) {
             agent.idle.to_string(),
         ]);
     }
-    println!("{table}");
+    say!("{table}");
 }

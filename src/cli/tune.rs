@@ -1,5 +1,6 @@
 //! `turbomoq tune`: times both engines on packing and on attention, and keeps the table from which `--engine auto` chooses.
 
+use super::say::say;
 use super::{print_json, table};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -77,7 +78,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             auto.into(),
         ]);
     }
-    println!("{table}\nMLX on {}; kept in {}", times.device, path.display());
+    say!("{table}\nMLX on {}; kept in {}", times.device, path.display());
     Ok(())
 }
 

@@ -1,5 +1,6 @@
 //! `turbomoq verify`: packs a prompt cache in memory, unpacks it, and shows what every layer lost.
 
+use super::say::say;
 use super::{EngineName, OnEngine, RecipeArguments, bytes, print_json, progress, table};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -141,9 +142,9 @@ fn show(report: &Report) {
         let rows: Vec<&Row> = report.layers.iter().filter(|r| r.side == side).collect();
         table.add_row(cells("mean", side.to_string(), &rows));
     }
-    println!("{table}");
-    println!("recipe: {}", report.recipe);
-    println!(
+    say!("{table}");
+    say!("recipe: {}", report.recipe);
+    say!(
         "{} in memory, {} as a file, {} in fp16: ratio {:.2}, {:.2} bits a key scalar, {:.2} a value scalar",
         bytes(report.reported_bytes as u64),
         bytes(report.file_bytes),
@@ -152,5 +153,5 @@ fn show(report: &Report) {
         report.key_bits,
         report.value_bits
     );
-    println!("packed in {:.0} ms, unpacked in {:.0} ms", report.encode_ms, report.decode_ms);
+    say!("packed in {:.0} ms, unpacked in {:.0} ms", report.encode_ms, report.decode_ms);
 }

@@ -161,6 +161,11 @@ impl Engine for Graph {
         mlx_ops::get(tensor)
     }
 
+    fn mask(&self, shape: &[usize], seen: &[bool]) -> Result<Array> {
+        let bytes = Tensor::new(shape, seen.iter().map(|&s| u8::from(s)).collect())?;
+        Ok(self.put(&bytes)?.as_dtype(MlxDtype::Bool)?)
+    }
+
     fn frame(
         &self,
         codec: &Codec,

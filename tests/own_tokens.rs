@@ -1,0 +1,271 @@
+//! A cache is made of its own tokens only: padding, rejected drafts and what a call evicts leave no trace in what stays.
+
+mod common;
+
+use common::attention::{cache, exact};
+use common::*;
+use turbomoq::attention::Rules;
+use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, Mask};
+use turbomoq::cpu::Cpu;
+use turbomoq::engine::Engine;
+use turbomoq::{Error, Recipe, Tensor};
+
+const D: usize = 64;
+const SHAPE: LayerShape = LayerShape { key_dim: D, value_dim: D };
+
+fn cut(x: &Tensor, from: usize, to: usize) -> Tensor {
+    x.slice(2, from, to).unwrap()
+}
+
+/// Sequence `b` of a batch.
+fn of(x: &Tensor, b: usize) -> Tensor {
+    x.slice(0, b, b + 1).unwrap().compact()
+}
+
+/// The same rows with NaN in the padding of each sequence.
+fn soiled(x: &Tensor, padding: &[usize]) -> Tensor {
+    let ([_, h, t, d], mut rows) = (<[usize; 4]>::try_from(x.shape()).unwrap(), x.to_f32().unwrap());
+    for (i, row) in rows.chunks_exact_mut(d).enumerate() {
+        if i % t < padding[i / (h * t)] {
+            row.fill(f32::NAN);
+        }
+    }
+    Tensor::new(x.shape(), rows).unwrap()
+}
+
+/// A left padded batch in chunks beside each of its sequences alone: attention, fetched rows and bytes.
+fn padded_as_alone<E: Engine + Clone>(engine: &E, recipe: &str, padding: &[usize], chunk: usize, far: f32) {
+    let (b, h, rep, t) = (padding.len(), 2, 2, 460);
+    let (k, v) = (soiled(&keys(&[b, h, t, D], 1), padding), soiled(&gauss(&[b, h, t, D], 2), padding));
+    let q = gauss(&[b, h * rep, t, D], 3);
+    let put = |x: &Tensor| engine.put(x).unwrap();
+    let host = |x: &E::Tensor| engine.get(x).unwrap().to_f32().unwrap();
+    let mut batch = cache(engine, recipe, D).with_left_padding(padding.to_vec()).unwrap();
+    let mut alone: Vec<LayerCache<E>> = padding.iter().map(|_| cache(engine, recipe, D)).collect();
+    let rules = Rules::causal(0.125);
+    for from in (0..t).step_by(chunk) {
+        let to = (from + chunk).min(t);
+        let part = |x: &Tensor| put(&cut(x, from, to));
+        let out =
+            engine.get(&batch.update_and_attend(&part(&q), &part(&k), &part(&v), &rules).unwrap()).unwrap();
+        for (i, one) in alone.iter_mut().enumerate() {
+            let first = padding[i].clamp(from, to);
+            let zeros = cut(&of(&out, i), 0, first - from).to_f32().unwrap();
+            assert!(zeros.iter().all(|x| *x == 0.0), "{recipe}: padding is no query");
+            if first < to {
+                let part = |x: &Tensor| put(&of(&cut(x, first, to), i));
+                let want = one.update_and_attend(&part(&q), &part(&k), &part(&v), &rules).unwrap();
+                let got = cut(&of(&out, i), first - from, to - from).to_f32().unwrap();
+                assert!(
+                    greatest_difference(&got, &host(&want)) <= far,
+                    "{recipe}, sequence {i}, tokens {from}..{to}"
+                );
+            }
+        }
+    }
+    assert_eq!((batch.offset(), batch.len()), (t, t));
+    let (fk, fv) = batch.fetch().unwrap();
+    for (i, one) in alone.iter().enumerate() {
+        if padding[i] >= t {
+            assert!(one.is_empty());
+            continue;
+        }
+        let (wk, wv) = one.fetch().unwrap();
+        for (got, want) in [(&fk, wk), (&fv, wv)] {
+            let got = of(&engine.get(got).unwrap(), i);
+            assert!(cut(&got, 0, padding[i]).to_f32().unwrap().iter().all(|x| *x == 0.0));
+            assert_eq!(cut(&got, padding[i], t).to_f32().unwrap(), host(&want), "{recipe}, sequence {i}");
+        }
+    }
+    if padding.iter().collect::<std::collections::BTreeSet<_>>().len() == padding.len() {
+        assert_eq!(
+            batch.nbytes(),
+            alone.iter().map(LayerCache::nbytes).sum::<usize>(),
+            "padding takes no bytes"
+        );
+    }
+    assert_eq!(batch.report().unwrap().bytes(), batch.nbytes());
+}
+
+#[test]
+fn a_left_padded_sequence_is_packed_as_it_would_be_alone() {
+    let equalised = "key=d128:b3:equalised,value=d128:b3,centred,sinks=4,window=64";
+    for recipe in ["best@3", "best@2.5/2,sinks=0,window=0", "kivi@2/2,sinks=2,window=32", equalised] {
+        padded_as_alone(&Cpu, recipe, &[260, 0, 37, 260], 91, 0.0);
+        padded_as_alone(&Cpu, recipe, &[5, 3], 460, 0.0);
+    }
+    padded_as_alone(&Cpu, "mlx-affine@4/3,sinks=4,window=32", &[129, 700], 7, 0.0);
+}
+
+#[test]
+fn padding_of_the_cache_and_of_the_rules_is_hidden_up_to_the_greater() {
+    let (h, t, padding) = (2, 400, [70, 0]);
+    let (k, v) = (soiled(&keys(&[2, h, t, D], 1), &padding), gauss(&[2, h, t, D], 2));
+    let mut batch = cache(&Cpu, "best@4", D).with_left_padding(padding.to_vec()).unwrap();
+    batch.append(&k, &v).unwrap();
+    let q = gauss(&[2, 2 * h, 3, D], 3);
+    let (fk, fv) = batch.fetch().unwrap();
+    let rules = Rules { exact: true, ..Rules::causal(0.125) };
+    for more in [[0, 0], [10, 9], [90, 380]] {
+        let rules = Rules { left_padding: more.to_vec(), ..rules.clone() };
+        let out = batch.attend(&q, &rules).unwrap().to_f32().unwrap();
+        let want = exact(&q, &fk, &fv, 0.125, |b, _, _, j| j < padding[b].max(more[b]));
+        assert!(greatest_difference(&out, &want) < 1e-4, "{more:?}");
+    }
+    // A mask has a column for every position, padding included, and is dealt out by sequence.
+    for rows in [1, 2] {
+        let hidden = |b: usize, i: usize, j: usize| (i + 2 * j + b % rows) % 3 == 0;
+        let bits = (0..rows * 3 * t).map(|n| u8::from(!hidden(n / (3 * t), n / t % 3, n % t))).collect();
+        let mask = Some(Tensor::new(&[rows, 1, 3, t], bits).unwrap());
+        let out = batch.attend(&q, &Rules { mask, ..rules.clone() }).unwrap().to_f32().unwrap();
+        let want = exact(&q, &fk, &fv, 0.125, |b, _, i, j| j < padding[b] || hidden(b, i, j));
+        assert!(greatest_difference(&out, &want) < 1e-4, "a mask of {rows} sequences");
+    }
+    let misfit = Rules { left_padding: vec![1], ..rules };
+    assert!(matches!(batch.attend(&q, &misfit), Err(Error::Shape { what: "left padding", .. })));
+    assert!(matches!(batch.append(&of(&k, 0), &of(&v, 0)), Err(Error::Shape { what: "keys", .. })));
+    assert_eq!(batch.offset(), t);
+    assert!(matches!(
+        batch.with_left_padding(vec![1, 2]),
+        Err(Error::Unsupported { field: "left padding", .. })
+    ));
+}
+
+#[test]
+fn a_padded_batch_is_trimmed_cloned_and_goes_on_from_its_state() {
+    let (h, t, padding) = (2, 500, vec![200, 13]);
+    let (k, v) = (soiled(&keys(&[2, h, t, D], 1), &padding), soiled(&gauss(&[2, h, t, D], 2), &padding));
+    let policy = "progressive:128=16/16,256=6/6,rest=3/2".parse().unwrap();
+    for tiered in [false, true] {
+        let new = || {
+            let cache = cache(&Cpu, "best@4,sinks=2,window=16", D);
+            let cache = if tiered { cache.with_tiers(&policy, 16).unwrap() } else { cache };
+            cache.with_left_padding(padding.clone()).unwrap()
+        };
+        let mut one = new();
+        one.append(&cut(&k, 0, 430), &cut(&v, 0, 430)).unwrap();
+        let mut two = LayerCache::from_state(Cpu, &one.state().unwrap()).unwrap();
+        assert_eq!((two.left_padding(), two.offset(), two.len()), (&padding[..], 430, one.len()));
+        let mut three = one.clone();
+        // Into the padding of one sequence, and on.
+        assert_eq!(three.trim(300).unwrap(), 300);
+        assert_eq!((three.offset(), three.len()), (130, 130));
+        for (cache, from) in [(&mut one, 430), (&mut two, 430), (&mut three, 130)] {
+            let got = cache.update_and_fetch(&cut(&k, from, t), &cut(&v, from, t)).unwrap();
+            let mut fresh = new();
+            let want = fresh.update_and_fetch(&k, &v).unwrap();
+            // What a trim took from the middle of packed blocks came back as it decodes.
+            let exact = (from == 430, 0.3);
+            for (got, want) in [(got.0, want.0), (got.1, want.1)] {
+                assert!(
+                    got == want
+                        || (!exact.0
+                            && relative_mse(&want.to_f32().unwrap(), &got.to_f32().unwrap()) < exact.1)
+                );
+            }
+        }
+        assert_eq!(three.trim(usize::MAX).unwrap(), t);
+        assert!(three.is_empty());
+    }
+    let mut bad = cache(&Cpu, "best@4", D).with_left_padding(vec![1, 2]).unwrap().state().unwrap();
+    bad.meta = bad.meta.replace("[1,2]", "[1,1]");
+    assert!(matches!(LayerCache::from_state(Cpu, &bad), Err(Error::Parse { .. })));
+}
+
+#[test]
+fn head_groups_and_models_know_the_padding_too() {
+    let (t, padding) = (300, vec![90, 0]);
+    let (k, v) = (soiled(&keys(&[2, 3, t, D], 1), &padding), soiled(&gauss(&[2, 3, t, D], 2), &padding));
+    let q = gauss(&[2, 6, t, D], 3);
+    let recipe: Recipe = "best@4,sinks=2,window=16,key-bits=4.2.4,value-bits=4.4.2".parse().unwrap();
+    let groups = || HeadGroups::new(Cpu, &recipe, 0, SHAPE, 3).unwrap();
+    let mut batch = groups().with_left_padding(padding.clone()).unwrap();
+    let out = batch.update_and_attend(&q, &k, &v, &Rules::causal(0.125)).unwrap();
+    let again = HeadGroups::from_state(Cpu, &batch.state().unwrap()).unwrap();
+    let last = cut(&q, t - 1, t);
+    assert_eq!(
+        again.attend(&last, &Rules::causal(0.125)).unwrap(),
+        batch.attend(&last, &Rules::causal(0.125)).unwrap()
+    );
+    for (b, &from) in padding.iter().enumerate() {
+        let own = |x: &Tensor| of(&cut(x, from, t), b);
+        let want = groups().update_and_attend(&own(&q), &own(&k), &own(&v), &Rules::causal(0.125)).unwrap();
+        assert_eq!(of(&cut(&out, from, t), b).to_f32().unwrap(), want.to_f32().unwrap());
+    }
+    let model = KvCache::new(Cpu, &"best@4".parse().unwrap(), &[Some(SHAPE), None], &[]).unwrap();
+    let mut model = model.with_left_padding(padding.clone()).unwrap();
+    model.at(0).unwrap().append(&k, &v).unwrap();
+    let again = KvCache::from_state(Cpu, &model.state().unwrap()).unwrap();
+    assert_eq!(again.layers()[0].left_padding(), padding);
+    assert_eq!(again.layers()[0].fetch().unwrap(), model.layers()[0].fetch().unwrap());
+}
+
+#[test]
+fn masks_hide_the_padding_of_the_cache() {
+    let (t, n) = (260, 5);
+    for (own, more) in [(vec![40, 0], vec![]), (vec![40, 0], vec![3, 9]), (vec![7, 7], vec![])] {
+        let (k, v) = (soiled(&keys(&[2, 2, t, D], 1), &own), soiled(&gauss(&[2, 2, t, D], 2), &own));
+        let q = gauss(&[2, 4, n, D], 3);
+        let mut by_rules = cache(&Cpu, "best@4", D).with_left_padding(own.clone()).unwrap();
+        by_rules.append(&cut(&k, 0, t - n), &cut(&v, 0, t - n)).unwrap();
+        let mut by_mask = by_rules.clone();
+        let Mask::Array(mask) = by_mask.make_mask(n, false, Some(200), &more).unwrap() else {
+            panic!("padding is hidden by an array")
+        };
+        assert_eq!(mask.shape(), [2, 1, n, t]);
+        let last = |x: &Tensor| cut(x, t - n, t);
+        let (fk, fv) = by_mask.update_and_fetch(&last(&k), &last(&v)).unwrap();
+        let bits = mask.to_vec::<u8>().unwrap();
+        let want = exact(&q, &fk, &fv, 0.125, |b, _, i, j| bits[(b * n + i) * t + j] == 0);
+        let rules =
+            Rules { sliding_window: Some(200), left_padding: more, exact: true, ..Rules::causal(0.125) };
+        let out = by_rules.update_and_attend(&q, &last(&k), &last(&v), &rules).unwrap();
+        assert!(greatest_difference(&out.to_f32().unwrap(), &want) < 1e-4);
+    }
+}
+
+#[cfg(feature = "mlx")]
+mod graph {
+    use super::*;
+    use mlx_rs::Array;
+    use mlx_rs::fast::scaled_dot_product_attention;
+    use turbomoq::graph::Graph;
+
+    #[test]
+    fn a_left_padded_sequence_is_packed_as_it_would_be_alone_on_the_graph() {
+        let graph = Graph::new();
+        padded_as_alone(&graph, "best@3,window=32", &[260, 0, 260], 230, 1e-5);
+        padded_as_alone(&graph, "kivi@2/2,sinks=2,window=32", &[40, 0], 230, 1e-5);
+    }
+
+    #[test]
+    fn mlx_s_own_attention_takes_the_mask_as_one() {
+        let (t, n, graph) = (90, 4, Graph::new());
+        let (k, v, q) = (keys(&[2, 2, t, D], 1), gauss(&[2, 2, t, D], 2), gauss(&[2, 4, n, D], 3));
+        let put = |x: &Tensor| graph.put(x).unwrap();
+        for (window, padding) in [(None, vec![30, 0]), (Some(20), vec![]), (Some(50), vec![80, 3])] {
+            let mut cache = cache(&graph, "best@4", D);
+            cache.append(&put(&cut(&k, 0, t - n)), &put(&cut(&v, 0, t - n))).unwrap();
+            let Mask::Array(mask) = cache.make_mask(n, false, window, &padding).unwrap() else {
+                panic!("no array")
+            };
+            assert_eq!(mask.dtype(), mlx_rs::Dtype::Bool);
+            let (fk, fv) =
+                cache.update_and_fetch(&put(&cut(&k, t - n, t)), &put(&cut(&v, t - n, t))).unwrap();
+            let attend = |mask: &Array| {
+                let out = scaled_dot_product_attention(put(&q), &fk, &fv, 0.125, mask, None).unwrap();
+                graph.get(&out).unwrap().to_f32().unwrap()
+            };
+            let hide = |b: usize, _: usize, i: usize, j: usize| {
+                let position = t - n + i;
+                padding.get(b).is_some_and(|&p| j < p) || window.is_some_and(|w| j + w <= position)
+            };
+            let want = exact(&q, &graph.get(&fk).unwrap(), &graph.get(&fv).unwrap(), 0.125, hide);
+            assert!(greatest_difference(&attend(&mask), &want) < 1e-4, "{window:?}, {padding:?}");
+            // The engine's own attention takes it too.
+            let rules = Rules { mask: Some(mask), causal: false, ..Rules::causal(0.125) };
+            let out = graph.get(&cache.attend(&put(&q), &rules).unwrap()).unwrap().to_f32().unwrap();
+            assert!(greatest_difference(&out, &want) < 1e-3, "{window:?}, {padding:?}");
+        }
+    }
+}
