@@ -7,8 +7,8 @@
 //! A checksum is 16 hexadecimal digits of the 64-bit XXH3 of the tensor's dtype and shape as text, `F16[1, 2, 40, 64]`, and its
 //! bytes after them. The metadata entry `turbomoq.checksum` is the XXH3 of the manifest's text. Version 1 had no checksums.
 
-mod check;
 mod manifest;
+mod origin;
 mod parked;
 mod reader;
 mod spill;
@@ -17,7 +17,7 @@ pub use parked::{parked_bytes, parked_model_bytes, plan_within};
 pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats};
+use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats, check_rows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::pool::Pooled;
@@ -25,8 +25,10 @@ use crate::prompt_cache::{
     Container, Image, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring,
 };
 use crate::recipe::Recipe;
+use crate::spec::Side;
 use crate::tensor::{Dtype, Tensor};
 use manifest::{Checksum, Manifest, lay_out};
+use origin::{ORIGIN_KEY, Origin};
 use rayon::prelude::*;
 use reader::Reader;
 use serde::{Deserialize, Serialize};
@@ -97,6 +99,15 @@ impl Shell {
             Shell::Quantized { .. } => "QuantizedKVCache",
         }
     }
+
+    /// Position of the next token of a layer that holds `rows` tokens.
+    pub fn offset(&self, rows: usize) -> usize {
+        match self {
+            Shell::Plain(KvClass::Chunked { start_position, .. }) => start_position.saturating_add(rows),
+            Shell::Plain(_) | Shell::Quantized { .. } => rows,
+            Shell::Rotating(ring) => ring.offset,
+        }
+    }
 }
 
 /// Float tensors of a safetensors file, by name.
@@ -133,17 +144,28 @@ impl Archive {
         mut done: impl FnMut(),
     ) -> Result<Archive> {
         let before = before.filter(|b| b.recipe == *compressor.recipe());
+        let mut metadata = cache.metadata.clone();
+        // Where the rows come from is no word of the user.
+        let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
-            let entry = pack(layer, i, compressor, before.and_then(|b| b.layers.get(i)));
+            let before = before.and_then(|b| b.layers.get(i));
+            let entry = pack(layer, &i.to_string(), i, compressor, before, origin.as_ref());
             done();
             entry
         });
-        Ok(Archive {
-            recipe: compressor.recipe().clone(),
-            layout: cache.layout,
-            metadata: cache.metadata.clone(),
-            layers: layers.collect::<Result<_>>()?,
-        })
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Archive { recipe: compressor.recipe().clone(), layout: cache.layout, metadata, layers })
+    }
+
+    /// Says in the metadata of a restored cache how its rows were packed (`turbomoq_origin`), so that packing it again by the same
+    /// recipe starts from the same frames: [`Archive::compress`] reads it. Tokens may have been appended since.
+    ///
+    /// # Errors
+    /// As [`Layer::attention_kv`].
+    pub fn sign(&self, restored: &mut PromptCache) -> Result<()> {
+        let origin = Origin::of(self, restored)?;
+        restored.metadata.insert(ORIGIN_KEY.into(), origin.to_text());
+        Ok(())
     }
 
     /// Unpacks every layer into a prompt cache of the source's layout; `done` is called after every layer.
@@ -282,13 +304,15 @@ impl Pooled for Archive {
 
 fn pack<E: Engine>(
     layer: &Layer,
+    at: &str,
     index: usize,
     compressor: &Compressor<E>,
     before: Option<&Entry>,
+    origin: Option<&Origin>,
 ) -> Result<Entry> {
     if let Layer::List(list) = layer {
-        let entries = list.iter().map(|l| pack(l, index, compressor, None));
-        return Ok(Entry::List(entries.collect::<Result<_>>()?));
+        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), index, compressor, None, origin);
+        return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
     }
     let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
         return Ok(Entry::Other(layer.clone()));
@@ -296,6 +320,7 @@ fn pack<E: Engine>(
     let shell = shell_of(layer, kind);
     // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
     if kv.values.is_empty() || kv.keys.is_empty() {
+        check_rows(index, Side::Key, &kv.keys)?;
         let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
         return Ok(Entry::Packed { shell, layer });
     }
@@ -306,7 +331,15 @@ fn pack<E: Engine>(
         }
         _ => None,
     };
-    let packed = compressor.compress_layer_after(index, &kv.keys, &kv.values, before.as_ref())?;
+    let frames = match origin {
+        Some(origin) => {
+            let split = compressor.recipe().split(kv.keys.shape()[2]);
+            let frame = |side, rows| origin.frame(at, side, rows, split);
+            [frame(Side::Key, &kv.keys)?, frame(Side::Value, &kv.values)?]
+        }
+        None => [None, None],
+    };
+    let packed = compressor.compress_layer_from(index, &kv.keys, &kv.values, before.as_ref(), frames)?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
         let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;

@@ -8,6 +8,7 @@ pub mod affine;
 mod container;
 mod image;
 mod layer;
+mod offsets;
 mod read;
 mod ring;
 mod source;
@@ -19,6 +20,7 @@ pub(crate) use container::Container;
 pub use container::RawTensor;
 pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
+pub use offsets::usual_offset;
 pub use ring::Ring;
 
 use crate::error::{Error, Result};

@@ -435,7 +435,7 @@ fn manifests_that_do_not_fit_the_tensors() {
         "value",
     );
     // Many names for one tensor would cost many times the file.
-    let many: Vec<usize> = vec![0; 20_000];
+    let many: Vec<usize> = vec![0; 4000];
     refused(&with_manifest(|m| m["layers"][5]["arrays"]["arrays"] = json!(many)), "raw tensor 0");
     let deep = (0..100_000).fold(String::new(), |s, _| s + "{\"list\":[") + "1";
     let (mut header, data) = good();
@@ -497,7 +497,7 @@ fn tensors_that_are_missing_or_make_no_sense() {
         let first = with_tensor("0.key.order", |_, data| data[0..4].copy_from_slice(&place.to_le_bytes()));
         let both = [bytes, first].into_iter().filter(|b| load(b).1.is_err()).collect::<Vec<_>>();
         assert!(!both.is_empty(), "{place}");
-        both.iter().for_each(|bytes| refused(bytes, "no permutation"));
+        both.iter().for_each(|bytes| refused(bytes, "every channel once"));
     }
     let shape = |name: &str, shape: Value| with_tensor(name, |info, _| info["shape"] = shape);
     refused(&shape("0.key.words", json!([1, 2, 105, 1])), "words");
@@ -637,11 +637,11 @@ fn one_flipped_bit_of_any_tensor_or_of_the_manifest_is_named() {
 
 #[test]
 fn a_seed_that_is_not_the_layers_own_is_refused_with_good_checksums_too() {
-    for layer in [0, 3] {
+    for layer in [0, 4] {
         for side in ["key", "value"] {
             let changed = with_manifest(|m| {
                 let codec = &mut m["layers"][layer]["packed"][side]["codec"];
-                let text = codec.as_str().unwrap_or_else(|| panic!("layer {layer}")).to_string();
+                let text = codec.as_str().unwrap_or_else(|| panic!("layer {layer} is exact")).to_string();
                 let digit = text[text.len() - 1..].parse::<u32>().unwrap();
                 *codec = format!("{}{}", &text[..text.len() - 1], (digit + 1) % 10).into();
             });
@@ -671,7 +671,7 @@ fn scales_and_exact_rows_that_are_no_numbers_are_refused() {
         refused(&with_tensor(name, |_, data| data[6..8].copy_from_slice(value)), says);
     }
     // Scales in eight bits have a code for NaN.
-    refused(&with_tensor("3.key.scales", |_, data| data[1] = 255), "scale 1");
+    refused(&with_tensor("4.key.scales", |_, data| data[1] = 255), "scale 1");
 }
 
 #[test]
@@ -725,6 +725,136 @@ fn counters_beyond_what_mlx_lm_holds_are_refused() {
     let error = cache.write(folder.path().join("x"), Layout::V032).unwrap_err();
     assert!(error.to_string().contains("start_position = 18446744073709551615"), "{error}");
     assert_eq!(std::fs::read_dir(&folder).unwrap().count(), 0);
+}
+
+// ---- what cannot be packed ---------------------------------------------------------------------------------------------------
+
+/// Keys and values of bf16 in which one element of head 1, token 7 is `bad`.
+fn with_one(bad: f32, side: usize) -> PromptCache {
+    let rows = |stream: u64, spoil: bool| {
+        let mut x = keys(&[1, 2, 40, 64], stream).to_f32().unwrap();
+        if spoil {
+            x[(40 + 7) * 64 + 5] = bad;
+        }
+        let x = x.into_iter().map(half::bf16::from_f32).collect();
+        Tensor::new(&[1, 2, 40, 64], x).unwrap()
+    };
+    plain(vec![(rows(1, false), rows(2, false)), (rows(3, side == 0), rows(4, side == 1))])
+}
+
+#[test]
+fn rows_that_cannot_be_packed_are_refused_by_place_and_nothing_is_written() {
+    let equalised = "key=d128:b3:equalised:lloyd,value=d128:b3:equalised:lloyd,centred";
+    let recipes = [
+        "best@4,sinks=2,window=0",
+        "turboquant-mse@4",
+        "turboquant-prod@3",
+        "uniform@4",
+        "mlx-affine@4",
+        "kivi@4,window=0",
+        equalised,
+    ];
+    for recipe in recipes {
+        for (side, name) in [(0, "keys"), (1, "values")] {
+            for bad in [1e30, -3e38, f32::NAN, f32::NEG_INFINITY] {
+                let packed = Archive::compress(&with_one(bad, side), &compressor(recipe), || {});
+                let text =
+                    packed.err().unwrap_or_else(|| panic!("{recipe}, {name}, {bad}: packed")).to_string();
+                assert!(
+                    text.contains(&format!("layer 1 {name}, head 1, token 7")),
+                    "{recipe}, {bad}: {text}"
+                );
+            }
+            // Large, but within the range of the codec's scales.
+            for good in [0.0, 2000.0] {
+                let archive = pack(&with_one(good, side), recipe);
+                assert!(distance(&with_one(good, side), &unpack(&archive)) < 0.3, "{recipe}, {name}, {good}");
+            }
+        }
+    }
+    // Exact rows hold any number, and values of width zero do not let a NaN through.
+    let exact = "uniform@16";
+    assert_eq!(unpack(&pack(&with_one(1e30, 0), exact)).layers, with_one(1e30, 0).layers);
+    let mut rows = keys(&[1, 1, 8, 64], 1).to_f32().unwrap();
+    rows[3 * 64] = f32::NAN;
+    let cache = plain(vec![(Tensor::new(&[1, 1, 8, 64], rows).unwrap(), half(&[1, 1, 8, 0], 2))]);
+    let error = Archive::compress(&cache, &compressor("best@4"), || {}).unwrap_err().to_string();
+    assert!(error.contains("layer 0 keys, head 0, token 3"), "{error}");
+}
+
+#[test]
+fn a_scale_that_would_be_cut_to_its_greatest_is_refused() {
+    // The greatest scale in eight bits of log2 is 704.
+    let recipe = "key=d128:b4:lloyd:matched:log8,value=d128:b4:lloyd:least-squares:log8";
+    let even = |x: f32| {
+        let rows = (0..64 * 8).map(|i| if i % 3 == 0 { x } else { -x }).collect();
+        let rows = Tensor::new(&[1, 1, 8, 64], rows).unwrap();
+        plain(vec![(rows.clone(), rows)])
+    };
+    for (x, fits) in [(1.0, true), (650.0, true), (1000.0, false), (6000.0, false), (1e6, false)] {
+        let packed = Archive::compress(&even(x), &compressor(recipe), || {});
+        assert_eq!(packed.is_ok(), fits, "{x}: {:?}", packed.err());
+        if let Err(error) = packed {
+            assert!(error.to_string().contains("layer 0 keys, head 0, token 0"), "{error}");
+        }
+    }
+}
+
+#[test]
+fn layers_that_stand_at_other_tokens_are_named() {
+    let of = |tokens: usize| (half(&[1, 1, tokens, 32], 1), half(&[1, 1, tokens, 32], 2));
+    let cache = plain([300, 0, 300, 300].map(of).to_vec());
+    let text = cache.check_even().unwrap_err().to_string();
+    assert!(text.contains("0 in layer 1 (KVCache)") && text.contains("300"), "{text}");
+    assert!(plain([300, 300].map(of).to_vec()).check_even().is_ok());
+    assert!(plain(vec![]).check_even().is_ok());
+    let mut cache = plain([300, 300].map(of).to_vec());
+    let (keys, values) = of(8);
+    let mut ring = Ring { keep: 0, max_size: 8, offset: 300, idx: 8 };
+    cache.layers.push(Layer::List(vec![Layer::Rotating { kv: Some(Pair { keys, values }), ring }]));
+    cache.check_even().unwrap();
+    ring.offset = 299;
+    let Layer::List(list) = &mut cache.layers[2] else { panic!() };
+    let Layer::Rotating { ring: held, .. } = &mut list[0] else { panic!() };
+    *held = ring;
+    let text = cache.check_even().unwrap_err().to_string();
+    assert!(text.contains("299 in layer 2.0 (RotatingKVCache)"), "{text}");
+    cache.layers.push(Layer::Kv { class: KvClass::Kv, kv: None });
+    assert!(cache.check_even().is_err());
+}
+
+// ---- again and again ---------------------------------------------------------------------------------------------------------
+
+/// Packs, restores and signs so many times; the error against the first cache after each.
+fn rounds(cache: &PromptCache, recipe: &str, count: usize) -> (Vec<f64>, usize) {
+    let (mut now, mut errors, mut same) = (cache.clone(), vec![], 0);
+    let mut last: Option<Vec<Vec<u8>>> = None;
+    for _ in 0..count {
+        let mut archive = pack(&now, recipe);
+        assert_eq!(archive.metadata, cache.metadata, "{recipe}: where it came from is not the user's");
+        now = unpack(&archive);
+        archive.sign(&mut now).unwrap();
+        errors.push(distance(cache, &now));
+        let bytes = |t: &Tensor| t.row_major_bytes().into_owned();
+        let codes = turbomoq::pool::Pooled::bodies(&mut archive);
+        let codes = codes.into_iter().flatten().flat_map(|c| [bytes(c.words()), bytes(c.scales())]).collect();
+        same += usize::from(last.as_ref() == Some(&codes));
+        last = Some(codes);
+    }
+    (errors, same)
+}
+
+#[test]
+fn a_cache_that_is_packed_and_restored_again_and_again_does_not_drift() {
+    let all = sample();
+    let cache = PromptCache { layers: all.layers[..3].to_vec(), ..all };
+    for (name, _) in turbomoq::recipe::PRESETS {
+        for options in ["@4,sinks=0,window=0", "@3,sinks=4,window=16"] {
+            let recipe = format!("{name}{options}");
+            let (errors, same) = rounds(&cache, &recipe, 10);
+            println!("{recipe}: {same} of 9 the same, {errors:.5?}");
+        }
+    }
 }
 
 // ---- writing -----------------------------------------------------------------------------------------------------------------

@@ -170,7 +170,8 @@ fn bad_clients_harm_nobody() {
     for (name, bytes) in [("empty", vec![]), ("lies", [&u64::MAX.to_le_bytes()[..], b"{}"].concat())] {
         std::fs::write(client.folder().join(name), bytes).unwrap();
         let (id, segment, kind) = ("a".into(), name.into(), String::new());
-        let refused = client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None });
+        let refused =
+            client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None, uneven: false });
         assert!(matches!(&refused, Err(Error::Refused { code, .. }) if code == "format"), "{refused:?}");
     }
     assert!(client.park("a", "", 1.0, &cache(3, 100)).is_ok());

@@ -1,7 +1,7 @@
 //! Layers of a compressed file, every part checked against the manifest: shapes first, from the header alone, then what they hold.
 
 use super::manifest::{LayerManifest, MOST, PackedManifest, SideManifest};
-use super::{Entry, Shell, check};
+use super::{Entry, Shell};
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
 use crate::compressor::{CompressedLayer, CompressedSide};
@@ -183,6 +183,7 @@ impl Reader<'_> {
                 let words = part("words")?.ok_or_else(|| missing("words"))?;
                 let scales = part("scales")?.ok_or_else(|| missing("scales"))?;
                 let frame = Frame { centre: part("centre")?, gain: part("gain")?, order: part("order")? };
+                frame.check_entries().map_err(bad)?;
                 let codec = match part("levels")? {
                     Some(levels) => Codec::with_levels(spec, levels.to_vec::<f32>().map_err(bad)?.into()),
                     None => Codec::new(spec),
@@ -192,7 +193,22 @@ impl Reader<'_> {
         };
         let (head, tail) = (part("head")?, part("tail")?);
         let read = CompressedSide { head, body, tail, shape: manifest.shape, dtype: manifest.dtype };
-        check::side(&read).map_err(|e| self.bad(format!("{side}: {e}")))?;
+        self.finite(side, &read)?;
         Ok(read)
+    }
+
+    /// Scales and exact rows must be numbers, or the side would not unpack to numbers.
+    fn finite(&self, side: Side, read: &CompressedSide<Tensor>) -> Result<()> {
+        for (part, exact) in [("head", &read.head), ("tail", &read.tail)] {
+            if let Some((index, value)) = exact.as_ref().and_then(Tensor::first_non_finite) {
+                return Err(
+                    self.bad(format!("{side}: element {index} of the exact tokens ({part}) is {value}"))
+                );
+            }
+        }
+        match read.body.as_ref().and_then(Codes::first_bad_scale) {
+            Some(index) => Err(self.bad(format!("{side}: scale {index} is not finite"))),
+            None => Ok(()),
+        }
     }
 }

@@ -9,7 +9,7 @@ use turbomoq::compressor::Compressor;
 use turbomoq::engine::Engine;
 use turbomoq::files;
 use turbomoq::prompt_cache::PromptCache;
-use turbomoq::{Recipe, Result};
+use turbomoq::{Error, Recipe, Result};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -21,6 +21,9 @@ pub struct Arguments {
     output: Option<PathBuf>,
     #[command(flatten)]
     recipe: RecipeArguments,
+    /// Pack layers that hold different numbers of tokens too
+    #[arg(long)]
+    uneven: bool,
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
@@ -55,6 +58,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     files::distinct(&arguments.input, &output)?;
     let recipe = arguments.recipe.recipe()?;
     let cache = PromptCache::read(&arguments.input)?;
+    if !arguments.uneven {
+        even(&cache)?;
+    }
     let start = Instant::now();
     let (archive, engine) = arguments.engine.run(Pack { cache: &cache, recipe })?;
     let encode_ms = start.elapsed().as_secs_f64() * 1e3;
@@ -97,4 +103,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     say!("recipe: {}", archive.recipe);
     say!("{} ({}), {encode_ms:.0} ms on the {engine} engine", output.display(), bytes(file_bytes));
     Ok(())
+}
+
+/// Refuses layers with different numbers of tokens, and says how to pack them nevertheless.
+pub fn even(cache: &PromptCache) -> Result<()> {
+    cache.check_even().map_err(|error| match error {
+        Error::Unsupported { field, value, reason } => {
+            let reason = reason.replace("ask for uneven layers", "use --uneven; `inspect` shows all offsets");
+            Error::Unsupported { field, value, reason }
+        }
+        other => other,
+    })
 }

@@ -165,7 +165,8 @@ impl Layer {
         }
     }
 
-    fn rows(&self) -> usize {
+    /// Tokens that the layer holds: fewer than its offset in a window.
+    pub fn rows(&self) -> usize {
         match self {
             Layer::Kv { kv: Some(p), .. } | Layer::Rotating { kv: Some(p), .. } => rows_of(&p.keys),
             Layer::Quantized { kv: Some(p), .. } => rows_of(&p.keys.words),
