@@ -63,7 +63,8 @@ pub(super) fn check<E: Engine>(
                 None => vec![0.0; rows.shape()[3]],
             };
             if cut_short(&of(rows, t)?, &of(&unpacked, t - run.start)?, &centre) {
-                let (at, value) = greatest(rows, [b..b + 1, h..h + 1, t..t + 1])?;
+                // A row far greater than the others spoils a centre that it is in, and with it the others.
+                let (at, value) = greatest(rows, [b..b + 1, h..h + 1, 0..tokens])?;
                 return refuse(at, value, "rows of this size do not fit the codec");
             }
         }
