@@ -12,6 +12,7 @@ mod offsets;
 mod read;
 mod ring;
 mod source;
+mod swift;
 mod tree;
 mod write;
 

@@ -261,6 +261,56 @@ fn foreign_files_say_what_was_found() {
     assert!(matches!(&missing, Error::Io { path, .. } if path == Path::new("/nowhere/x.safetensors")));
 }
 
+/// A file of the layout of 0.31: metadata as given, and tensors F16 [1, 1, 2, 4] of these names.
+fn old_file(metadata: &str, tensors: &[&str]) -> Vec<u8> {
+    let tensor = |(i, name): (usize, &&str)| {
+        format!(
+            r#","{name}":{{"dtype":"F16","shape":[1,1,2,4],"data_offsets":[{},{}]}}"#,
+            16 * i,
+            16 * i + 16
+        )
+    };
+    let tensors_text: String = tensors.iter().enumerate().map(tensor).collect();
+    let header = format!(r#"{{"__metadata__":{{{metadata}}}{tensors_text}}}"#);
+    [&(header.len() as u64).to_le_bytes(), header.as_bytes(), &vec![0; 16 * tensors.len()]].concat()
+}
+
+#[test]
+fn files_of_swift_apps_are_refused_by_name_and_nothing_is_lost() {
+    let cases: [(&str, &[&str]); 10] = [
+        (r#""0.0.0":"","2.0":"KVCache""#, &["0.0", "0.1"]),
+        (r#""0.0.0":"","2.0":"KVCache""#, &[]),
+        (
+            r#""0.0.0":"0","0.0.1":"8","0.0.2":"256","0.0.3":"2","0.0.4":"2","2.0":"RotatingKVCache""#,
+            &["0.0", "0.1"],
+        ),
+        (
+            r#""0.0.0":"0","0.0.1":"8","0.0.2":"256","0.0.3":"2","0.0.4":"2","0.0.5":"model","2.0":"RotatingKVCache""#,
+            &["0.0", "0.1"],
+        ),
+        (
+            r#""0.0.0":"256","0.0.1":"2","0.0.2":"64","0.0.3":"4","2.0":"QuantizedKVCache""#,
+            &["0.0", "0.1", "0.2", "0.3", "0.4", "0.5"],
+        ),
+        // Of two arrays only the second is there.
+        (r#""0.0.0":"2","0.0.1":"1","2.0":"ArraysCache""#, &["0.0"]),
+        (r#""0.0.0":"2","0.0.1":"1","2.0":"MambaCache""#, &["0.0"]),
+        (r#""0.0.0":"2","0.0.1":"KVCache","0.0.2":"2","2.0":"CacheList""#, &["0.0", "0.1"]),
+        (r#""0.0.0":"","1.__mlx_lm_state_count":"1","2.0":"__mlx_lm_state_v1__:KVCache""#, &["0.0", "0.1"]),
+        (
+            r#""0.0":"","1.__mlx_lm_state_count":"1","2.0":"__mlx_lm_state_v1__:KVCache""#,
+            &["0.0", "0.1", "__mlx_lm_state_tensor_0"],
+        ),
+    ];
+    for (metadata, tensors) in cases {
+        refused(&old_file(metadata, tensors), "written by mlx-swift-lm: ");
+    }
+    // The same arrays with mlx-lm's own meta states are read.
+    let (_, cache) =
+        load(&old_file(r#""0.0":"","0.1":"","2.0":"KVCache","2.1":"ArraysCache""#, &["0.0", "0.1", "1.0"]));
+    assert_eq!(cache.unwrap().layers.len(), 2);
+}
+
 #[test]
 fn deep_lists_do_not_overflow_the_stack() {
     let name = vec!["0"; 200_000].join(".");

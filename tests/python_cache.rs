@@ -42,6 +42,26 @@ fn attention_on_the_packed_form_is_that_on_the_fetched_arrays() {
 }
 
 #[test]
+fn no_call_keeps_its_prompt_alive() {
+    each(&["prompts"], 2);
+}
+
+#[test]
+fn one_row_that_is_not_finite_leaves_the_others_alone() {
+    each(&["odd_rows"], 2);
+}
+
+#[test]
+fn a_cache_is_saved_over_the_file_it_was_loaded_from() {
+    each(&["files"], 2);
+}
+
+#[test]
+fn models_that_share_rows_between_layers_and_hybrids_take_packed_caches() {
+    each(&["architectures"], 2);
+}
+
+#[test]
 fn active_memory_is_what_the_cache_reports() {
     each(&["memory"], 2);
 }

@@ -145,9 +145,9 @@ impl Rows<'_> {
         if let Rows::Packed { codec, words, scales, small } = *self {
             if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
                 factors(codec, scales, picks, 0, &mut work.factors);
-                let (width, first) = (codec.row_words(), picks[0] as usize);
-                let rows = &words[first * width..][..n * width];
-                simd::integer_scores(small, bytes, Block { rows, width, n, stride }, out);
+                let (row_words, first) = (codec.row_words(), picks[0] as usize);
+                let rows = &words[first * row_words..][..n * row_words];
+                simd::integer_scores(small, bytes, Block { rows, width: row_words, n, stride }, out);
                 if !ready.places.is_empty() {
                     self.decode(picks, dim, work);
                     work.spare.resize(ready.places.len() * stride, 0.0);

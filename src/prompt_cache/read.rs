@@ -7,6 +7,7 @@ use super::affine::check_codec;
 use super::layer::{KvClass, Layer, Pair, rows_of};
 use super::ring::Ring;
 use super::source::{Source, strings};
+use super::swift;
 use super::tree::Node;
 use super::{Fields, Layout, Spec, fields_of};
 use crate::error::{Error, Result};
@@ -32,6 +33,9 @@ impl Source<'_> {
     }
 
     fn layer(&self, i: usize, class: &str, state: &Node, meta: Option<&Node>) -> Result<Layer> {
+        if let (Layout::V031, Some(mark)) = (self.layout, swift::mark(class, state, meta)) {
+            return Err(self.bad(i, class, swift::refusal(mark)));
+        }
         // MambaCache is what releases before 0.31 called an ArraysCache of two.
         if class == "ArraysCache" || (class == "MambaCache" && self.layout == Layout::V031) {
             return self.arrays(i, class, state);

@@ -8,6 +8,7 @@
 use super::Layout;
 use super::affine::Packed;
 use super::container::{Container, RawTensor};
+use super::swift;
 use super::tree::Node;
 use crate::error::Result;
 use crate::tensor::Tensor;
@@ -67,6 +68,11 @@ impl<'a> Source<'a> {
         };
         let mut states = Node::new();
         for name in file.names() {
+            if swift::is_model_state(name) {
+                return Err(
+                    file.bad(swift::refusal(&format!("model state lies beside the cache ({name:?})")))
+                );
+            }
             states.insert(name, name).map_err(|e| file.bad(format!("tensor names: {e}")))?;
         }
         let (Node::Branch(states), Node::Branch(metas)) = (states, metas) else {

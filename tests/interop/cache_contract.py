@@ -2,13 +2,14 @@
 
 contract FOLDER    one contract, kept by mlx-lm's own caches and by ours; leaves saved caches in FOLDER
 again FOLDER       a new process loads them: same contents, same continuation
-PART FOLDER        a part of cache_packed.py
+PART FOLDER        a part of cache_packed.py, cache_edges.py or architectures.py
 """
 
 import copy
 import os
 import pathlib
 import sys
+import warnings
 
 os.environ.setdefault("OPENBLAS_CORETYPE", "Haswell")  # MLX's matrix products on Linux
 
@@ -91,12 +92,14 @@ def contract(folder):
     for name, make in caches.items():
         keeps_contract(name, make, folder)
     for cache in (TurboMoqCache(), fill(TurboMoqCache(), 300)):
-        assert not any(hasattr(cache, a) for a in ("bits", "group_size", "to_quantized", "merge")), "not what it is"
+        assert not any(hasattr(cache, a) for a in ("bits", "group_size", "merge")), "not what it is"
         layers = [cache, C.KVCache()]
-        maybe_quantize_kv_cache(layers, 0, 64, 8)
-        assert layers[0] is cache and type(layers[1]) is C.QuantizedKVCache
+        maybe_quantize_kv_cache(layers, 0, 64, None)
+        # Refused by the first step, not by the one where mlx-lm would quantize.
+        refused(Unsupported, "kv_bits", lambda: maybe_quantize_kv_cache(layers, 5000, 64, 8))
+        assert layers[0] is cache and type(layers[1]) is C.KVCache
     crosses_the_border(TurboMoqCache)
-    leaves_others_alone(TurboMoqCache, convert, make_turbomoq_cache)
+    leaves_others_alone(TurboMoqCache, Unsupported, convert, make_turbomoq_cache)
     for options, what in (({"key_bits": 7}, "key_bits 7"), ({"value_bits": 16}, "value_bits 16")):
         refused(Unsupported, what, lambda: TurboMoqCache(**options))
     refused(ValueError, "sinks -1", lambda: TurboMoqCache(sinks=-1))
@@ -201,7 +204,7 @@ def crosses_the_border(TurboMoqCache):
             assert all(error(a, b) < 0.2 for a, b in zip(fresh, rows(500, 4)))
 
 
-def leaves_others_alone(TurboMoqCache, convert, make_turbomoq_cache):
+def leaves_others_alone(TurboMoqCache, Unsupported, convert, make_turbomoq_cache):
     """Only layers that are exactly KVCache change, whenever that is."""
 
     class Indexed(C.KVCache):
@@ -221,6 +224,11 @@ def leaves_others_alone(TurboMoqCache, convert, make_turbomoq_cache):
     class Model:
         layers = [0] * 3
 
+    refused(Unsupported, "max_kv_size 4096", lambda: make_turbomoq_cache(Model, max_kv_size=4096))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert [type(c) for c in convert(C.make_prompt_cache(Model, 4096))] == [C.RotatingKVCache] * 3
+    assert "only RotatingKVCache" in str(said[0].message), "what is not packed says so"
     assert [c._options for c in make_turbomoq_cache(Model, key_bits=3, window=64)] == [(3, 4, 4, 64, i) for i in range(3)]
 
 
@@ -252,6 +260,9 @@ if __name__ == "__main__":
     if sys.argv[1] in ("contract", "again"):
         {"contract": contract, "again": again}[sys.argv[1]](sys.argv[2])
     else:
+        import architectures
+        import cache_edges
         import cache_packed
 
-        getattr(cache_packed, sys.argv[1])(sys.argv[2])
+        parts = {name: part for module in (cache_packed, cache_edges, architectures) for name, part in vars(module).items()}
+        parts[sys.argv[1]](sys.argv[2])

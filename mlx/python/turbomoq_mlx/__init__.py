@@ -13,7 +13,8 @@
         generate(model, tokenizer, prompt, prompt_cache=cache)
 """
 
-from .cache import TurboMoqCache, convert, make_turbomoq_cache
+from .cache import TurboMoqCache
+from .convert import convert, make_turbomoq_cache
 from .library import LibraryNotFound, Unsupported
 from .patch import install, uninstall
 from .pool import Parked, Pool, PoolError, default_folder

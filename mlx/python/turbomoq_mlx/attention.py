@@ -1,7 +1,7 @@
 """Attention over exact and packed tokens: scores of every part, one f32 softmax over all, one rotation of what was packed.
 
 The query heads that share a KV head are folded into the rows of one product, (B, Hkv, rep L, D). MLX's quantized kernels read the
-words as they are, for one query and for many.
+words as they are, for one query and for many. A token whose weight is zero is not there: not even NaN or infinity in its row shows.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Optional, Union
 import mlx.core as mx
 
 from .codec import Codec
+from .rows import cast
 
 BUDGET = 32 << 20
 """Bytes of f32 scores that are formed at a time; queries that need more go in runs."""
@@ -33,7 +34,7 @@ class Side:
         parts = [] if self.sinks is None else [self.sinks]
         if packed:
             body = self.codec.decode(self.words[:, :, :packed], self.scales[:, :, :packed], self.centre)
-            parts.append(body.astype(dtype))
+            parts.append(cast(body, dtype))
         if self.tail is not None:
             parts.append(self.tail)
         return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
@@ -121,9 +122,17 @@ def _attend_run(
         if kind == "packed":
             out = out + value.codec.unrotate(value.codec.weighted_sum(w, value.words, value.scales))
         else:
-            out = out + w @ getattr(value, kind).astype(mx.float32)
+            out = out + _weighted_rows(w, getattr(value, kind).astype(mx.float32))
     out = out.reshape(batch, heads, length, out.shape[-1]) / mx.where(total == 0, 1.0, total)
-    return out.astype(queries.dtype)
+    return cast(out, queries.dtype)
+
+
+def _weighted_rows(weights: mx.array, rows: mx.array) -> mx.array:
+    """Sums (B, H, M, D) of exact rows (B, H, T, D) with weights (B, H, M, T); all NaN where a row that is not finite has a weight."""
+    good = mx.isfinite(rows)
+    bad = mx.logical_not(good.all(-1, keepdims=True)).astype(mx.float32)
+    out = weights @ mx.where(good, rows, 0.0)
+    return mx.where(weights @ bad > 0, float("nan"), out)
 
 
 def _masked(scores: mx.array, mask: Mask, span: tuple[str, int, int], position: int) -> mx.array:
@@ -142,4 +151,6 @@ def _masked(scores: mx.array, mask: Mask, span: tuple[str, int, int], position: 
     part = mask if mask.shape[-1] == 1 else mask[..., start:end]
     if mask.dtype == mx.bool_:
         return mx.where(part, scores, hidden)
-    return scores + part.astype(mx.float32)
+    part = part.astype(mx.float32)
+    # NaN plus -inf is NaN, but what is hidden is hidden.
+    return mx.where(part == hidden, hidden, scores + part)

@@ -1,15 +1,20 @@
 """`TurboMoqCache`: the cache of one layer, packed while the model decodes, with mlx-lm's contract (0.31 and 0.32).
 
 The first tokens stay exact, and so do the newest; in between lie packed blocks of 128 tokens, see `codec`. New tokens join the
-window; when it would grow beyond `window + 128`, its oldest 128 leave it as one block, so any chunking of a text gives the same
-words. The call that brings tokens still sees them exact, whatever becomes of them then: a prompt that comes at once is attended to as
-without compression.
+window; when it would grow beyond `window + 128`, its oldest 128 leave it as one block. The same rows give the same words, whatever
+calls bring them.
+
+The call that brings tokens sees them exact, whatever becomes of them then: a prompt that comes at once is attended to as without
+compression. Layers behind the first therefore see rows that depend on the calls: in one call of 1,000 tokens a row comes from exact
+attention, in calls of 100 from attention that was packed in part. The difference is at most the error of packed attention itself, twice
+if both were packed in part. With `exact_call=False` each call attends to what the cache holds after it, packed blocks included: a
+prompt pays the error of packed attention, and needs less memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Iterable, Optional
+from typing import Any, Iterable, NoReturn, Optional
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -17,37 +22,35 @@ from mlx_lm.models import cache as mlx_cache
 from .attention import Mask, Side, View, attend
 from .codec import WIDTHS, Codec, codec, recipe
 from .library import KEY, VALUE, Unsupported, load
+from .rows import DTYPES, cast, finite_mean, put
+from .state import VERSION, Header, Held, parts
 
 BLOCK = 128
 """Tokens that leave the window together."""
 STEP = 64
 """Rows by which the window's buffer grows until it has its full size."""
-VERSION = 1
-"""Version of `state`."""
-DTYPES = (mx.float32, mx.float16, mx.bfloat16)
-
-
-def _put(buffer: Optional[mx.array], start: int, rows: mx.array, room: int) -> mx.array:
-    """The buffer with rows written from `start` on; one that is too short is replaced by one of `room` tokens."""
-    end = start + rows.shape[2]
-    if buffer is None or end > buffer.shape[2]:
-        grown = mx.zeros((*rows.shape[:2], max(room, end), *rows.shape[3:]), rows.dtype)
-        if start:
-            grown[:, :, :start] = buffer[:, :, :start]
-        buffer = grown
-    if end > start:
-        buffer[:, :, start:end] = rows
-    return buffer
 
 
 class TurboMoqCache:
     """Packed keys and values of one layer.
 
     `key_bits` and `value_bits` are 2, 3, 4, 5, 6 or 8; the first `sinks` tokens and the newest `window` to `window + 128` stay exact.
-    `layer` seeds the rotations. In `mlx_lm` use it through `make_turbomoq_cache`.
+    `layer` seeds the rotations. With `exact_call=False` a call that brings tokens attends to the packed form of them at once. In
+    `mlx_lm` use it through `make_turbomoq_cache`.
+
+    A row with NaN or infinity stays NaN when it is packed, and changes no other row. Values beyond the range of the cache's dtype,
+    that of the first rows, become its largest finite value.
     """
 
-    def __init__(self, key_bits: int = 4, value_bits: int = 4, sinks: int = 4, window: int = 128, layer: int = 0):
+    def __init__(
+        self,
+        key_bits: int = 4,
+        value_bits: int = 4,
+        sinks: int = 4,
+        window: int = 128,
+        layer: int = 0,
+        exact_call: bool = True,
+    ):
         for name, bits in (("key_bits", key_bits), ("value_bits", value_bits)):
             if bits not in WIDTHS:
                 raise Unsupported(f"{name} {bits}: MLX's kernels read {', '.join(map(str, WIDTHS))}")
@@ -56,6 +59,7 @@ class TurboMoqCache:
                 raise ValueError(f"{name} {count}: not a number from 0 to 2^31")
         load()
         self._options = (key_bits, value_bits, sinks, window, layer)
+        self._exact_call = bool(exact_call)
         self._clear()
 
     def _clear(self) -> None:
@@ -94,8 +98,11 @@ class TurboMoqCache:
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers, room for growth included."""
+        return sum(a.nbytes for a in self._buffers())
+
+    def _buffers(self) -> list[mx.array]:
         arrays = (*self._sinks, *self._words, *self._scales, self._centre, self.keys, self.values)
-        return sum(a.nbytes for a in arrays if a is not None)
+        return [a for a in arrays if a is not None]
 
     @property
     def packed_tokens(self) -> int:
@@ -119,7 +126,7 @@ class TurboMoqCache:
         self._fetched = None
         if self._dims is None:
             return self.keys, self.values
-        return self._fetch(self._view(self._held[1], self._tail()))
+        return self._fetch(self._now())
 
     def _check(self, keys: mx.array, values: mx.array) -> None:
         dims = (keys.shape[-1], values.shape[-1])
@@ -138,16 +145,16 @@ class TurboMoqCache:
             codec(side, self._options[4], self._options[side], dims[side])
         self._dims = dims
         self._dtypes = (DTYPES.index(keys.dtype), DTYPES.index(values.dtype))
-        self.keys, self.values = (_put(None, 0, rows[:, :, :0], STEP) for rows in (keys, values))
+        self.keys, self.values = (put(None, 0, rows[:, :, :0], STEP) for rows in (keys, values))
 
     def _append(self, keys: mx.array, values: mx.array) -> View:
         """Stores new tokens; gives what the call that brings them attends to."""
-        rows = [a.astype(DTYPES[d]) for a, d in zip((keys, values), self._dtypes)]
+        rows = [cast(a, DTYPES[d]) for a, d in zip((keys, values), self._dtypes)]
         _, _, sinks, window, _ = self._options
         if self._held[1] == self._held[2] == 0 and self._held[0] < sinks:
             n = min(sinks - self._held[0], keys.shape[2])
             for side in (KEY, VALUE):
-                self._sinks[side] = _put(self._sinks[side], self._held[0], rows[side][:, :, :n], sinks)
+                self._sinks[side] = put(self._sinks[side], self._held[0], rows[side][:, :, :n], self._sink_room(self._held[0] + n))
             self._held[0] += n
             rows = [a[:, :, n:] for a in rows]
         full, new = window + BLOCK, rows[KEY].shape[2]
@@ -165,7 +172,11 @@ class TurboMoqCache:
             n = -(-surplus // BLOCK) * BLOCK
             self._pack([a[:, :, :n] for a in tail])
             self._set_window([a[:, :, n:] for a in tail])
-        return self._view(packed, tail)
+        return self._view(packed, tail) if self._exact_call else self._now()
+
+    def _now(self) -> View:
+        """What is held, packed blocks as such."""
+        return self._view(self._held[1], self._tail())
 
     def _tail(self) -> list[mx.array]:
         return [a[:, :, : self._held[2]] for a in (self.keys, self.values)]
@@ -175,21 +186,28 @@ class TurboMoqCache:
         end = start + rows[KEY].shape[2]
         room = min(self._options[3] + BLOCK, -(-end // STEP) * STEP)
         buffers = (self.keys, self.values) if start else (None, None)
-        self.keys, self.values = (_put(b, start, a, room) for b, a in zip(buffers, rows))
+        self.keys, self.values = (put(b, start, a, room) for b, a in zip(buffers, rows))
         self._held[2] = end
 
     def _pack(self, rows: list[mx.array]) -> None:
         """Packs whole blocks behind what is packed."""
         start, end = self._held[1], self._held[1] + rows[KEY].shape[2]
-        # An eighth more than is needed, so that growing copies little.
-        room = -(-(end + max(2 * BLOCK, end // 8)) // BLOCK) * BLOCK
+        room = self._packed_room(end)
         if start == 0:
-            self._centre = rows[KEY][:, :, :BLOCK].astype(mx.float32).mean(2, keepdims=True)
+            self._centre = finite_mean(rows[KEY][:, :, :BLOCK].astype(mx.float32))
         for side in (KEY, VALUE):
             words, scales = self._codec(side).encode(rows[side], self._centre if side == KEY else None)
-            self._words[side] = _put(self._words[side], start, words, room)
-            self._scales[side] = _put(self._scales[side], start, scales, room)
+            self._words[side] = put(self._words[side], start, words, room)
+            self._scales[side] = put(self._scales[side], start, scales, room)
         self._held[1] = end
+
+    def _sink_room(self, tokens: int) -> int:
+        return min(self._options[2], -(-tokens // STEP) * STEP)
+
+    @staticmethod
+    def _packed_room(tokens: int) -> int:
+        """An eighth more than is needed, so that growing copies little."""
+        return -(-(tokens + max(2 * BLOCK, tokens // 8)) // BLOCK) * BLOCK
 
     def _view(self, packed: int, tail: list[mx.array]) -> View:
         def side(i: int) -> Side:
@@ -250,47 +268,64 @@ class TurboMoqCache:
         return n
 
     @property
-    def state(self) -> list[mx.array]:
-        """Everything, cut to what is held: scalars, sinks, words and scales of keys and of values, centre, window."""
+    def to_quantized(self) -> NoReturn:
+        """mlx-lm asks for this only if it was told `kv_bits`, which would do nothing here: the first step refuses it."""
+        raise Unsupported("kv_bits quantizes mlx-lm's own caches and this one is packed: leave kv_bits out, or make_prompt_cache")
+
+    @property
+    def state(self) -> list[Held]:
+        """Keys and values cut to what is held, each a list of arrays as `turbomoq_mlx.state` has them."""
+        return [self._side_state(side) for side in (KEY, VALUE)]
+
+    def _side_state(self, side: int) -> Held:
+        _, _, sinks, window, layer = self._options
         # A cache without tokens forgets for what heads it was.
-        dims = self._dims if self.offset else (0, 0)
-        scalars = [VERSION, *self._options, *self._held, *dims, *self._dtypes]
-        arrays = [mx.array(scalars, dtype=mx.int32)]
-        sinks, packed, window = self._held
-        if sinks:
-            arrays += [a[:, :, :sinks] for a in self._sinks]
+        dim, dtype = (self._dims[side], self._dtypes[side]) if self.offset else (0, 0)
+        header = Header(VERSION, layer, sinks, window, int(self._exact_call), self._options[side], dim, dtype, *self._held)
+        arrays = [mx.array(header, dtype=mx.int32)]
+        held_sinks, packed, held_window = self._held
+        if held_sinks:
+            arrays.append(self._sinks[side][:, :, :held_sinks])
         if packed:
-            arrays += [a[:, :, :packed] for a in (*self._words, *self._scales)] + [self._centre]
-        if window:
-            arrays += self._tail()
-        return arrays
+            arrays += [self._words[side][:, :, :packed], self._scales[side][:, :, :packed]]
+            arrays += [self._centre] if side == KEY else []
+        if held_window:
+            arrays.append(self._tail()[side])
+        lead = (0, 0) if self._dims is None else self.keys.shape[:2]
+        return Held(arrays, self, (*lead, self.offset, dim))
 
     @state.setter
-    def state(self, state: Iterable[mx.array]) -> None:
-        scalars, *arrays = state
-        scalars = scalars.tolist()
-        if scalars[0] != VERSION or len(scalars) != 13:
-            raise ValueError(f"a TurboMoqCache state of version {scalars[0]}, this package reads {VERSION}")
+    def state(self, state: Iterable[Any]) -> None:
+        pair = list(state)
+        if len(pair) != 2:
+            raise ValueError(f"a TurboMoqCache state of {len(pair)} parts: keys and values are needed")
+        sides = [parts(arrays, name, name == "keys") for arrays, name in zip(pair, ("keys", "values"))]
+        (key, *_), (value, *_) = sides
+        if key.common != value.common:
+            raise ValueError(f"keys {key.common} and values {value.common} of a TurboMoqCache do not agree")
+        leads = {a.shape[:2] for side in sides for a in side[1:] if a is not None}
+        if len(leads) > 1 or (leads and 0 in (key.head_dim, value.head_dim)):
+            raise ValueError(f"keys and values of a TurboMoqCache with heads {leads} and {key.head_dim}, {value.head_dim} channels")
+        for side, header in ((KEY, key), (VALUE, value)):
+            if header.head_dim:
+                codec(side, key.layer, header.bits, header.head_dim)
         self._clear()
-        self._options, self._held = tuple(scalars[1:6]), scalars[6:9]
-        wanted = [2, 5, 2]
-        if len(arrays) != sum(n for n, held in zip(wanted, self._held) if held):
-            raise ValueError(f"a TurboMoqCache state of {len(arrays)} arrays for {self._held} tokens")
-        # A wrapper each: buffers are written in place.
-        arrays = [mx.array(a) for a in arrays]
-        if not scalars[9]:
+        self._options = (key.bits, value.bits, key.sinks, key.window, key.layer)
+        self._exact_call = bool(key.exact_call)
+        if not leads:
             return
-        self._dims, self._dtypes = tuple(scalars[9:11]), tuple(scalars[11:13])
-        if self._held[0]:
-            self._sinks = [arrays.pop(0), arrays.pop(0)]
-        if self._held[1]:
-            self._words, self._scales, self._centre = arrays[:2], arrays[2:4], arrays[4]
-            arrays = arrays[5:]
-        if self._held[2]:
-            self.keys, self.values = arrays
-        else:
-            lead = (self._sinks if self._held[0] else self._words)[KEY].shape[:2]
-            self.keys, self.values = (mx.zeros((*lead, STEP, d), DTYPES[t]) for d, t in zip(self._dims, self._dtypes))
+        self._held = [key.held_sinks, key.held_packed, key.held_window]
+        self._dims, self._dtypes = (key.head_dim, value.head_dim), (key.dtype, value.dtype)
+        # Copies, made now: the arrays may be views of another cache, or read from a file that is written to before they are used.
+        own = lambda array, room: None if array is None else put(None, 0, array, room)
+        self._sinks = [own(side.sinks, self._sink_room(key.held_sinks)) for side in sides]
+        self._words = [own(side.words, self._packed_room(key.held_packed)) for side in sides]
+        self._scales = [own(side.scales, self._packed_room(key.held_packed)) for side in sides]
+        self._centre = None if sides[KEY].centre is None else mx.contiguous(sides[KEY].centre)
+        empty = [mx.zeros((*next(iter(leads)), 0, d), DTYPES[t]) for d, t in zip(self._dims, self._dtypes)]
+        windows = [empty[i] if side.window is None else side.window for i, side in enumerate(sides)]
+        self._set_window(windows)
+        mx.eval(*self._buffers())
 
     @property
     def meta_state(self) -> str:
@@ -316,22 +351,3 @@ class TurboMoqCache:
 
 # mlx-lm looks the classes of a saved cache up among its own names.
 mlx_cache.TurboMoqCache = TurboMoqCache
-
-
-def convert(cache: list[Any], *, exact_last: bool = False, **options: int) -> list[Any]:
-    """A prompt cache whose plain layers are packed, with what they hold; `options` are those of `TurboMoqCache`.
-
-    Only layers that are exactly mlx-lm's `KVCache` change; all others are the same objects. `exact_last` leaves out the last of them.
-    """
-    plain = [i for i, entry in enumerate(cache) if type(entry) is mlx_cache.KVCache]
-    out = list(cache)
-    for i in plain[:-1] if exact_last else plain:
-        out[i] = TurboMoqCache(layer=i, **options)
-        if cache[i].offset:
-            out[i].update_and_fetch(cache[i].keys[:, :, : cache[i].offset], cache[i].values[:, :, : cache[i].offset])
-    return out
-
-
-def make_turbomoq_cache(model: Any, *, max_kv_size: Optional[int] = None, exact_last: bool = False, **options: int) -> list[Any]:
-    """An empty prompt cache for a model, as `mlx_lm.models.cache.make_prompt_cache` with plain layers packed, see `convert`."""
-    return convert(mlx_cache.make_prompt_cache(model, max_kv_size), exact_last=exact_last, **options)

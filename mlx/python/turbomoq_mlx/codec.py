@@ -18,6 +18,8 @@ from .library import KEY, VALUE, Unsupported, tables
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 """Bits that MLX's quantized kernels read."""
+MOST = 65504.0
+"""The largest scale."""
 
 
 def recipe(key_bits: int, value_bits: int, sinks: int, window: int) -> str:
@@ -86,9 +88,17 @@ class Codec:
         return mx.hadamard_transform(y, scale=1.0) * self._turn if self._fast else y @ self._turn
 
     def encode(self, x: mx.array, centre: Optional[mx.array] = None) -> tuple[mx.array, mx.array]:
-        """Words (B, H, T, W) and half-precision scales (B, H, T) of vectors (B, H, T, D)."""
+        """Words (B, H, T, W) and half-precision scales (B, H, T) of vectors (B, H, T, D).
+
+        A vector with NaN or infinity has the scale NaN; scales beyond half precision are its largest value.
+        """
         x = x.astype(mx.float32)
-        y = self.rotate(x if centre is None else x - centre)
+        if centre is not None:
+            x = x - centre
+        # Divided by a power of two near its largest channel, which is exact, a row of any size has a finite norm.
+        exponent = mx.abs(x).max(-1, keepdims=True).view(mx.uint32) & 0x7F800000
+        unit = mx.where(exponent == 0, 0x3F800000, exponent).view(mx.float32)
+        y = self.rotate(x / unit)
         yy = (y * y).sum(-1, keepdims=True)
         good = (yy > 0) & (yy < float("inf"))
         place = y * mx.sqrt(self.head_dim / yy) * (1 / self.step) + (self.middle + 0.5)
@@ -98,7 +108,7 @@ class Codec:
         # No level is zero and each has the sign of its coordinate, so neither cc nor <c, y> can vanish. Keys keep their norm,
         # values have the scale of least error.
         scale = mx.sqrt(yy / cc) if self.side == KEY else (c * y).sum(-1, keepdims=True) / cc
-        scale = mx.where(good, mx.minimum(scale, 65504.0), mx.where(yy == 0, 0.0, float("nan")))
+        scale = mx.where(good, mx.minimum(scale * unit, MOST), mx.where(yy == 0, 0.0, float("nan")))
         return self._pack(codes), scale.squeeze(-1).astype(mx.float16)
 
     def _pack(self, codes: mx.array) -> mx.array:
@@ -143,7 +153,7 @@ class Codec:
     def weighted_sum(self, weights: mx.array, words: mx.array, scales: mx.array) -> mx.array:
         """Sums (B, H, M, D) in the rotated domain of the first T vectors of a buffer with weights (B, H, M, T)."""
         tokens = weights.shape[-1]
-        weights = weights * scales[:, :, None, :tokens].astype(mx.float32)
+        weights = mx.where(weights == 0, 0.0, weights * scales[:, :, None, :tokens].astype(mx.float32))
         if tokens < words.shape[2]:
             weights = mx.pad(weights, [(0, 0)] * 3 + [(0, words.shape[2] - tokens)])
         return self._product(weights, words, False)[..., : self.head_dim]

@@ -14,6 +14,7 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from .cache import TurboMoqCache
+from .state import Held
 
 NAME = "scaled_dot_product_attention"
 
@@ -43,6 +44,10 @@ def install() -> None:
         mask: Any = None,
         sinks: Optional[mx.array] = None,
     ) -> mx.array:
+        if isinstance(keys, Held):
+            # `keys, values = cache.state` of a layer whose rows this one shares: what that layer holds now.
+            cache = keys.cache
+            keys, values = cache.keys_and_values()
         if isinstance(cache, TurboMoqCache):
             out = cache.attend(queries, keys, values, scale, mask, sinks)
             if out is not None:
