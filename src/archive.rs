@@ -11,9 +11,11 @@ mod manifest;
 mod origin;
 mod parked;
 mod reader;
+mod shell;
 mod spill;
 
 pub use parked::{parked_bytes, parked_model_bytes, plan_within};
+pub use shell::Shell;
 pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};
@@ -21,17 +23,15 @@ use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compre
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::pool::Pooled;
-use crate::prompt_cache::{
-    Container, Image, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring,
-};
+use crate::prompt_cache::{Container, Image, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
 use crate::recipe::Recipe;
 use crate::spec::Side;
-use crate::tensor::{Dtype, Tensor};
+use crate::tensor::Tensor;
 use manifest::{Checksum, Manifest, lay_out};
-use origin::{ORIGIN_KEY, Origin};
+use origin::Origin;
 use rayon::prelude::*;
 use reader::Reader;
-use serde::{Deserialize, Serialize};
+use shell::{rebuild, shell_of};
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -69,45 +69,6 @@ pub enum Entry {
     Other(Layer),
     /// A list of caches.
     List(Vec<Entry>),
-}
-
-/// What is needed beside keys and values to rebuild a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Shell {
-    /// A plain class.
-    Plain(KvClass),
-    /// A rotating window.
-    Rotating(Ring),
-    /// MLX affine codes.
-    Quantized {
-        /// Elements per scale.
-        group_size: usize,
-        /// Bits per code.
-        bits: usize,
-        /// Dtype of the scales.
-        dtype: Dtype,
-    },
-}
-
-impl Shell {
-    /// The name of the class in mlx-lm.
-    pub fn class(&self) -> &'static str {
-        match self {
-            Shell::Plain(class) => class.name(),
-            Shell::Rotating(_) => "RotatingKVCache",
-            Shell::Quantized { .. } => "QuantizedKVCache",
-        }
-    }
-
-    /// Position of the next token of a layer that holds `rows` tokens.
-    pub fn offset(&self, rows: usize) -> usize {
-        match self {
-            Shell::Plain(KvClass::Chunked { start_position, .. }) => start_position.saturating_add(rows),
-            Shell::Plain(_) | Shell::Quantized { .. } => rows,
-            Shell::Rotating(ring) => ring.offset,
-        }
-    }
 }
 
 /// Float tensors of a safetensors file, by name.
@@ -158,7 +119,8 @@ impl Archive {
     }
 
     /// Says in the metadata of a restored cache how its rows were packed (`turbomoq_origin`), so that packing it again by the same
-    /// recipe starts from the same frames: [`Archive::compress`] reads it. Tokens may have been appended since.
+    /// recipe starts from the same frames: [`Archive::compress`] reads it, [`PromptCache::read_signed`] brings it there. Tokens may have
+    /// been appended since.
     ///
     /// # Errors
     /// As [`Layer::attention_kv`].
@@ -386,39 +348,4 @@ fn to_engine<E: Engine>(side: &CompressedSide<Tensor>, engine: &E) -> Result<Com
     let body = side.body.as_ref().map(|codes| move_codes(codes, |t| engine.put(t))).transpose()?;
     let (head, tail) = (put(&side.head)?, put(&side.tail)?);
     Ok(CompressedSide { head, body, tail, shape: side.shape, dtype: side.dtype })
-}
-
-fn shell_of(layer: &Layer, kind: KvKind) -> Shell {
-    match (layer, kind) {
-        (Layer::Kv { class, .. }, _) => Shell::Plain(*class),
-        (_, KvKind::Rotating(ring)) => Shell::Rotating(ring),
-        (Layer::Quantized { kv: Some(kv), group_size, bits }, _) => {
-            let dtype = kv.keys.scales.float().unwrap_or(Dtype::F32);
-            Shell::Quantized { group_size: *group_size, bits: *bits, dtype }
-        }
-        (_, KvKind::Quantized { group_size, bits }) => {
-            Shell::Quantized { group_size, bits, dtype: Dtype::F32 }
-        }
-        (_, KvKind::Plain) => Shell::Plain(KvClass::Kv),
-    }
-}
-
-fn rebuild(shell: &Shell, kv: Pair<Tensor>) -> Result<Layer> {
-    Ok(match *shell {
-        Shell::Plain(class) => Layer::Kv { class, kv: Some(kv) },
-        Shell::Rotating(ring) => {
-            let (keys, values) = (ring.ring_order(&kv.keys)?, ring.ring_order(&kv.values)?);
-            Layer::Rotating { kv: Some(Pair { keys, values }), ring }
-        }
-        Shell::Quantized { group_size, bits, dtype } => {
-            let quantize = |x: &Tensor| {
-                Packed::quantize(&Tensor::from_f32(dtype, x.shape(), x.to_f32()?)?, group_size, bits)
-            };
-            Layer::Quantized {
-                kv: Some(Pair { keys: quantize(&kv.keys)?, values: quantize(&kv.values)? }),
-                group_size,
-                bits,
-            }
-        }
-    })
 }

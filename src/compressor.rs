@@ -3,6 +3,7 @@
 //! A side of a layer is divided by the recipe into exact sinks, packed tokens and an exact window. The frame (centre, gains,
 //! channel order) comes from the first block of packed tokens, as it does when a cache is filled token by token.
 
+mod again;
 mod packable;
 
 use crate::codebook;
@@ -12,7 +13,7 @@ use crate::cpu::Cpu;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::recipe::Recipe;
-use crate::spec::{CodecSpec, Grid, ScaleRule, Side};
+use crate::spec::{CodecSpec, Grid, Side};
 use crate::tensor::{Dtype, Tensor};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -302,64 +303,6 @@ impl<E: Engine> Compressor<E> {
             shape,
             dtype,
         })
-    }
-
-    /// The codes of the first rows, and those of the others with the same frame.
-    fn append(&self, codec: &Arc<Codec>, kept: Codes<E::Tensor>, rows: &Tensor) -> Result<Codes<E::Tensor>> {
-        let (start, end) = (kept.shape()[2], rows.shape()[2]);
-        if start == end {
-            return Ok(kept);
-        }
-        let rows = self.engine.put(&rows.slice(2, start, end)?)?;
-        let new = self.engine.encode(codec, kept.frame().clone(), &rows)?;
-        Codes::concat(&[kept, new])
-    }
-
-    /// Encodes rows that were unpacked from codes of this codec and frame. A plain scale is the norm of what is packed, and what was
-    /// unpacked is a little shorter than the rows before it: the least-squares scale finds the one that it was unpacked with.
-    fn encode_again(
-        &self,
-        codec: &Arc<Codec>,
-        frame: &Frame<Tensor>,
-        rows: &Tensor,
-    ) -> Result<Codes<E::Tensor>> {
-        let put = |table: &Option<Tensor>| table.as_ref().map(|t| self.engine.put(t)).transpose();
-        let frame = Frame { centre: put(&frame.centre)?, gain: put(&frame.gain)?, order: put(&frame.order)? };
-        let rows = self.engine.put(rows)?;
-        if codec.spec().scale != ScaleRule::Plain || codec.affine_group().is_some() {
-            return self.engine.encode(codec, frame, &rows);
-        }
-        let spec = CodecSpec { scale: ScaleRule::LeastSquares, ..*codec.spec() };
-        let fitting = match codec.fitted() {
-            Some(levels) => Codec::with_levels(spec, levels.clone())?,
-            None => Codec::new(spec)?,
-        };
-        let codes = self.engine.encode(&Arc::new(fitting), frame, &rows)?;
-        // The rule only says how a scale is found: the codes are read by the same tables.
-        Codes::new(codec.clone(), codes.frame().clone(), codes.words().clone(), codes.scales().clone())
-    }
-
-    /// The codes of `before`, if they are of this codec and unpack to the tokens of `x` behind the sinks.
-    fn kept(
-        &self,
-        before: &CompressedSide<E::Tensor>,
-        codec: &Codec,
-        x: &Tensor,
-        sinks: usize,
-        packed: usize,
-    ) -> Result<Option<Codes<E::Tensor>>> {
-        let Some(codes) = &before.body else { return Ok(None) };
-        let (old, new) = (before.shape, x.shape());
-        let [old_sinks, len, _] = before.split();
-        let alike =
-            [old[0], old[1], old[3]] == [new[0], new[1], new[3]] && old_sinks == sinks && len <= packed;
-        // A frame is made from a whole block, or it would not be the one that a longer cache has.
-        if !alike || len < BLOCK || !codes.codec().same(codec) || x.float() != Some(before.dtype) {
-            return Ok(None);
-        }
-        let dense = self.engine.get(&self.engine.decode(codes, before.dtype)?)?;
-        let same = dense.row_major_bytes() == x.slice(2, sinks, sinks + len)?.row_major_bytes();
-        Ok(same.then(|| codes.clone()))
     }
 
     /// Unpacks one side to its first shape and dtype.

@@ -61,6 +61,10 @@ impl std::str::FromStr for Layout {
     }
 }
 
+/// Key among the user's metadata under which a restored cache says how it was packed, see `Archive::sign`. It has no dot, which would
+/// make a tree of it in mlx-lm.
+pub(crate) const ORIGIN_KEY: &str = "turbomoq_origin";
+
 /// Counters of a layer, by name.
 type Fields = BTreeMap<&'static str, usize>;
 
@@ -126,6 +130,16 @@ impl PromptCache {
     /// [`Error::Io`]; [`Error::Format`] if the file is damaged, inconsistent or of no known layout;
     /// [`Error::UnknownClass`] and [`Error::BatchCache`] for layers that cannot be interpreted.
     pub fn read(path: impl AsRef<Path>) -> Result<PromptCache> {
+        let mut cache = PromptCache::read_signed(path)?;
+        cache.metadata.remove(ORIGIN_KEY);
+        Ok(cache)
+    }
+
+    /// As [`PromptCache::read`], and the metadata keeps what a restored cache says of its origin, for `Archive::compress`.
+    ///
+    /// # Errors
+    /// As [`PromptCache::read`].
+    pub fn read_signed(path: impl AsRef<Path>) -> Result<PromptCache> {
         let file = Container::open(path.as_ref())?;
         let source = Source::new(&file)?;
         let layers = source.layers().collect::<Result<_>>()?;

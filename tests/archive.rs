@@ -847,13 +847,80 @@ fn rounds(cache: &PromptCache, recipe: &str, count: usize) -> (Vec<f64>, usize) 
 #[test]
 fn a_cache_that_is_packed_and_restored_again_and_again_does_not_drift() {
     let all = sample();
-    let cache = PromptCache { layers: all.layers[..3].to_vec(), ..all };
+    let cache = PromptCache { layers: all.layers[..2].to_vec(), ..all };
     for (name, _) in turbomoq::recipe::PRESETS {
-        for options in ["@4,sinks=0,window=0", "@3,sinks=4,window=16"] {
+        for (options, count) in [("@4,sinks=0,window=0", 10), ("@3,sinks=4,window=16", 4)] {
             let recipe = format!("{name}{options}");
-            let (errors, same) = rounds(&cache, &recipe, 10);
-            println!("{recipe}: {same} of 9 the same, {errors:.5?}");
+            let (errors, same) = rounds(&cache, &recipe, count);
+            // Rows of these are no fixed points of their codec: a residual estimated from an estimate, levels without a rotation.
+            let most = match name {
+                "turboquant-prod" => 1.8,
+                "uniform" => 2.2,
+                _ => 1.01,
+            };
+            let [first, last] = [errors[0], errors[count - 1]];
+            assert!(last <= most * first, "{recipe}: {same} the same, {errors:.5?}");
+            // The growth ends: the last round adds less than a hundredth.
+            assert!(count < 10 || last < 1.01 * errors[count - 2], "{recipe}: {errors:.5?}");
         }
+    }
+}
+
+#[test]
+fn codes_stay_the_same_after_the_file_that_a_cache_was_restored_from() {
+    let all = sample();
+    let cache = PromptCache { layers: all.layers[..2].to_vec(), ..all };
+    for (name, _) in turbomoq::recipe::PRESETS {
+        let recipe = format!("{name}@4,sinks=2,window=0");
+        let first = pack(&cache, &recipe);
+        let mut archive = first.clone();
+        for _ in 0..3 {
+            let restored = unpack(&archive);
+            archive =
+                Archive::compress_after(Some(&archive), &restored, &compressor(&recipe), || {}).unwrap();
+            assert_eq!(unpack(&archive), unpack(&first), "{recipe}");
+        }
+    }
+}
+
+#[test]
+fn a_frame_is_taken_for_its_own_rows_and_recipe_only() {
+    let cache = plain(vec![(half(&[1, 2, 300, 64], 41), half(&[1, 2, 300, 64], 42))]);
+    let recipe = "best@4,sinks=2,window=8";
+    let archive = pack(&cache, recipe);
+    let mut restored = unpack(&archive);
+    archive.sign(&mut restored).unwrap();
+    let frame = |archive: &Archive| {
+        let (_, _, layer) = archive.packed()[0];
+        layer.key.body.as_ref().unwrap().frame().centre.clone().unwrap()
+    };
+    let fresh = |cache: &PromptCache, recipe: &str| {
+        let metadata = cache.metadata.iter().filter(|(key, _)| *key != "turbomoq_origin");
+        let metadata = metadata.map(|(key, value)| (key.clone(), value.clone())).collect();
+        frame(&pack(&PromptCache { metadata, ..cache.clone() }, recipe))
+    };
+    assert_eq!(frame(&pack(&restored, recipe)), frame(&archive));
+    assert_ne!(fresh(&restored, recipe), frame(&archive));
+    // Another recipe, other rows, words that make no sense: a frame of its own, as without them.
+    let other = "best@4,sinks=2,window=9";
+    assert_eq!(frame(&pack(&restored, other)), fresh(&restored, other));
+    let mut changed = restored.clone();
+    changed.layers =
+        unpack(&pack(&plain(vec![(half(&[1, 2, 300, 64], 43), half(&[1, 2, 300, 64], 44))]), recipe)).layers;
+    assert_eq!(frame(&pack(&changed, recipe)), fresh(&changed, recipe));
+    let good = restored.metadata["turbomoq_origin"].clone();
+    let centre = good.find("\"centre\":\"").unwrap() + 10;
+    let infinite = format!("{}7f800000{}", &good[..centre], &good[centre + 8..]);
+    for bad in [
+        "",
+        "{}",
+        "[1]",
+        &good[..good.len() / 2],
+        &infinite,
+        &good.replacen("\"centre\":\"", "\"centre\":\"0", 1),
+    ] {
+        restored.metadata.insert("turbomoq_origin".into(), bad.to_string());
+        assert_eq!(frame(&pack(&restored, recipe)), fresh(&restored, recipe), "{bad:.40}");
     }
 }
 

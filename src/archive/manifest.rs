@@ -1,6 +1,7 @@
 //! The manifest of a compressed file, read and held to its checksums, and the tensors that it names, laid out for writing.
 
-use super::{CHECKSUM_KEY, Entry, KEY, Shell, VERSION, shell_of};
+use super::shell::shell_of;
+use super::{CHECKSUM_KEY, Entry, KEY, Shell, VERSION};
 use crate::compressor::CompressedSide;
 use crate::error::Result;
 use crate::prompt_cache::{Container, KvKind, Layer, Piece, RawTensor};

@@ -16,9 +16,6 @@ use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// Key in the user's metadata. Without a dot, which would make a tree of it in mlx-lm.
-pub(super) const ORIGIN_KEY: &str = "turbomoq_origin";
-
 /// The sides that were packed, by `layer.side`.
 #[derive(Serialize, Deserialize)]
 pub(super) struct Origin {

@@ -21,6 +21,9 @@ pub struct Arguments {
     output: Option<PathBuf>,
     #[command(flatten)]
     recipe: RecipeArguments,
+    /// Compressed file from which the input was restored: tokens that are unchanged keep their codes, whatever the recipe
+    #[arg(long, value_name = "FILE")]
+    after: Option<PathBuf>,
     /// Pack layers that hold different numbers of tokens too
     #[arg(long)]
     uneven: bool,
@@ -35,6 +38,7 @@ pub struct Arguments {
 struct Pack<'a> {
     cache: &'a PromptCache,
     recipe: Recipe,
+    before: Option<Archive>,
 }
 
 impl OnEngine for Pack<'_> {
@@ -45,8 +49,8 @@ impl OnEngine for Pack<'_> {
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output> {
         let name = engine.name();
         let bar = progress(self.cache.layers.len(), "packing");
-        let archive =
-            Archive::compress(self.cache, &Compressor::with_engine(self.recipe, engine), || bar.inc(1))?;
+        let compressor = Compressor::with_engine(self.recipe, engine);
+        let archive = Archive::compress_after(self.before.as_ref(), self.cache, &compressor, || bar.inc(1))?;
         bar.finish_and_clear();
         Ok((archive, name))
     }
@@ -57,12 +61,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let output = arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".tmq"));
     files::distinct(&arguments.input, &output)?;
     let recipe = arguments.recipe.recipe()?;
-    let cache = PromptCache::read(&arguments.input)?;
+    let cache = PromptCache::read_signed(&arguments.input)?;
     if !arguments.uneven {
         even(&cache)?;
     }
+    let before = arguments.after.as_ref().map(Archive::read).transpose()?;
     let start = Instant::now();
-    let (archive, engine) = arguments.engine.run(Pack { cache: &cache, recipe })?;
+    let (archive, engine) = arguments.engine.run(Pack { cache: &cache, recipe, before })?;
     let encode_ms = start.elapsed().as_secs_f64() * 1e3;
     let file_bytes = archive.write(&output)?;
     let stats = archive.stats();
