@@ -300,3 +300,46 @@ fn a_hundred_kills_lose_and_leak_nothing() {
     server.terminate();
     assert!(!data.exists());
 }
+
+#[test]
+fn a_refused_park_or_fork_leaves_agents_as_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Running::start(folder.path(), "1MiB", RECIPE, false);
+    let (mut client, mut other) = (server.client(), server.client());
+    client.park("a", "chat", 0.5, &cache(1, 300)).unwrap();
+    client.call(&Request::Pin { id: "a".into() }).unwrap();
+    let agents = |client: &mut Client| match client.call(&Request::Stats).unwrap() {
+        Reply::Stats { agents, .. } => agents,
+        other => panic!("{other:?}"),
+    };
+    let before = agents(&mut client);
+    let huge = cache(2, 20_000);
+    for id in ["a", "new"] {
+        assert!(matches!(client.park(id, "coding", 9.0, &huge), Err(Error::Refused { .. })));
+    }
+    assert!(client.call(&Request::Fork { from: "nobody".into(), to: "fork".into() }).is_err());
+    assert_eq!(agents(&mut client), before);
+    // Two clients with one new id: whatever the order, what was accepted is there.
+    std::thread::scope(|scope| {
+        let refused = scope.spawn(|| other.park("twice", "coding", 9.0, &huge).is_err());
+        client.park("twice", "chat", 0.5, &cache(3, 100)).unwrap();
+        assert!(refused.join().unwrap());
+    });
+    assert_eq!(
+        agents(&mut client).iter().map(|a| (a.id.as_str(), a.kind.as_str())).collect::<Vec<_>>(),
+        [("a", "chat"), ("twice", "chat")]
+    );
+    // What a recipe costs is known before anything is built for it.
+    let park = |recipe: &str, client: &mut Client| {
+        cache(4, 10).write(client.folder().join("p"), Layout::V032).unwrap();
+        let recipe = Some(recipe.to_string());
+        let (id, segment, kind) = ("dear".into(), "p".into(), String::new());
+        match client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe }) {
+            Err(Error::Refused { code, message }) => (code, message),
+            other => panic!("{other:?}"),
+        }
+    };
+    for recipe in ["key=d128:b1:identity:uniform:qjl512x8,value=exact", "key=d8192:dense,value=exact"] {
+        assert_eq!(park(recipe, &mut client).0, "unsupported", "{recipe}");
+    }
+}

@@ -47,6 +47,31 @@ pub(super) fn byte_len(dtype: Dtype, shape: &[usize]) -> Option<usize> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
+/// Most bytes of a header: those that the safetensors crate takes.
+const HEADER: u64 = 100_000_000;
+
+/// So many elements of zero, or an error where there is no memory for them.
+fn zeroed<T: bytemuck::Zeroable + Clone>(count: usize) -> std::io::Result<Vec<T>> {
+    let mut data = Vec::new();
+    data.try_reserve_exact(count).map_err(|_| std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
+    data.resize(count, T::zeroed());
+    Ok(data)
+}
+
+/// Opens a regular file. A FIFO in its place is refused and not waited for.
+fn open_regular(path: &Path) -> std::io::Result<(fs::File, u64)> {
+    let mut options = fs::OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, nix::libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok((file, found.len()))
+}
+
 /// One open file with a header that was checked.
 pub(crate) struct Container {
     path: PathBuf,
@@ -66,19 +91,18 @@ impl Container {
     pub(crate) fn open(path: &Path) -> Result<Container> {
         let io = |source| Error::Io { path: path.into(), source };
         let bad = |detail: String| Error::Format { path: path.into(), detail };
-        let mut file = fs::File::open(path).map_err(io)?;
-        let len = file.metadata().map_err(io)?.len();
+        let (mut file, len) = open_regular(path).map_err(io)?;
         if len < 8 {
             return Err(bad(format!("{len} bytes, a safetensors file has at least 8")));
         }
         let mut word = [0; 8];
         file.read_exact(&mut word).map_err(io)?;
         let header_len = u64::from_le_bytes(word);
-        if header_len < 2 || header_len > len - 8 {
-            return Err(bad(format!("header length {header_len} is not in 2..={}", len - 8)));
+        let most = HEADER.min(len - 8);
+        if header_len < 2 || header_len > most {
+            return Err(bad(format!("header length {header_len} is not in 2..={most}")));
         }
-        let too_large = || bad(format!("header length {header_len} does not fit the address space"));
-        let mut text = vec![0; usize::try_from(header_len).map_err(|_| too_large())?];
+        let mut text = zeroed(header_len as usize).map_err(io)?;
         file.read_exact(&mut text).map_err(io)?;
         let text = std::str::from_utf8(&text).map_err(|e| bad(format!("header: {e}")))?;
         let header: Header = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
@@ -140,6 +164,16 @@ impl Container {
         self.tensors.get(name).ok_or_else(|| self.bad(format!("tensor {name:?} is missing")))
     }
 
+    fn zeroed<T: bytemuck::Zeroable + Clone>(&self, name: &str, count: usize) -> Result<Vec<T>> {
+        zeroed(count).map_err(|source| Error::Io {
+            path: self.path.clone(),
+            source: std::io::Error::new(
+                source.kind(),
+                format!("tensor {name:?}: no memory for {count} elements"),
+            ),
+        })
+    }
+
     fn fill(&self, name: &str, info: &TensorInfo, bytes: &mut [u8]) -> Result<()> {
         let at = self.data_start + info.data_offsets.0 as u64;
         let mut file = &self.file;
@@ -160,14 +194,14 @@ impl Container {
     /// A tensor as raw bytes.
     pub(crate) fn raw(&self, name: &str) -> Result<RawTensor> {
         let info = self.info(name)?;
-        let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+        let mut bytes = self.zeroed(name, info.data_offsets.1 - info.data_offsets.0)?;
         self.fill(name, info, &mut bytes)?;
         Ok(RawTensor { dtype: info.dtype, shape: info.shape.clone(), bytes })
     }
 
     fn typed<T: Element>(&self, name: &str, info: &TensorInfo) -> Result<Tensor> {
         // The data section starts at any byte, so the elements go through an aligned buffer, never a cast.
-        let mut data = vec![T::zeroed(); info.shape.iter().product()];
+        let mut data = self.zeroed::<T>(name, info.shape.iter().product())?;
         self.fill(name, info, bytemuck::cast_slice_mut(&mut data))?;
         Tensor::new(&info.shape, data)
             .map_err(|_| self.bad(format!("tensor {name:?}: shape {:?} is too large", info.shape)))

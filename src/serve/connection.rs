@@ -102,11 +102,7 @@ fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Resul
         }
         Request::Resume { id, layout } => return resume(server, folder, &id, layout.as_deref()),
         Request::Fork { from, to } => {
-            let first = pool.agents().into_iter().find(|a| a.id == from);
-            if let Some(first) = first.filter(|_| pool.agents().iter().all(|a| a.id != to)) {
-                pool.allocate(&to, &first.kind, first.priority)?;
-            }
-            pool.fork(&from, &to)?;
+            pool.fork_or_allocate(&from, &to)?;
         }
         Request::Pin { id } => pool.pin(&id)?,
         Request::Unpin { id } => pool.unpin(&id)?,
@@ -138,19 +134,13 @@ fn park(
             cache.check_even()?;
         }
         // An agent that comes back keeps the codes of what it was given.
-        let before = server.pool.get(id).ok();
+        let before = server.pool.peek(id).and_then(|parcel| parcel.join()).ok();
         Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())
     })?;
     let stats = archive.stats();
-    let known = server.pool.agents().iter().any(|a| a.id == id);
-    server.pool.allocate(id, kind, priority)?;
-    let stored = server.pool.store(id, archive);
-    if stored.is_err() && !known {
-        // A refused agent leaves no trace.
-        server.pool.remove(id)?;
-    }
+    let outcome = server.pool.park(id, kind, priority, archive)?;
     let bits = [stats.avg_k_bits, stats.avg_v_bits];
-    Ok(Reply::Parked { outcome: stored?, fp16_bytes: stats.fp16_bytes, bits })
+    Ok(Reply::Parked { outcome, fp16_bytes: stats.fp16_bytes, bits })
 }
 
 fn resume(server: &Server, folder: &mut ClientFolder, id: &str, layout: Option<&str>) -> Result<Reply> {
