@@ -13,6 +13,7 @@ mod parked;
 mod reader;
 mod shell;
 mod spill;
+mod stream;
 
 pub use parked::{parked_bytes, parked_model_bytes, plan_within};
 pub use shell::Shell;
@@ -23,15 +24,16 @@ use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compre
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::pool::Pooled;
-use crate::prompt_cache::{Container, Image, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
+use crate::prompt_cache::{Container, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
 use crate::recipe::Recipe;
-use crate::spec::Side;
+use crate::spec::{Budget, Side};
 use crate::tensor::Tensor;
-use manifest::{Checksum, Manifest, lay_out};
+use manifest::Manifest;
 use origin::Origin;
-use rayon::prelude::*;
 use reader::Reader;
 use shell::{rebuild, shell_of};
+use std::borrow::Cow;
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -108,9 +110,10 @@ impl Archive {
         let mut metadata = cache.metadata.clone();
         // Where the rows come from is no word of the user.
         let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
+        let mut budget = Budget::default();
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
             let before = before.and_then(|b| b.layers.get(i));
-            let entry = pack(layer, &i.to_string(), i, compressor, before, origin.as_ref());
+            let entry = pack(layer, &i.to_string(), i, compressor, before, origin.as_ref(), &mut budget);
             done();
             entry
         });
@@ -140,7 +143,7 @@ impl Archive {
         mut done: impl FnMut(),
     ) -> Result<PromptCache> {
         let layers = self.layers.iter().map(|entry| {
-            let layer = unpack(entry, compressor);
+            let layer = unpack(entry, &|side| dense(side, compressor));
             done();
             layer
         });
@@ -179,24 +182,7 @@ impl Archive {
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; then `path` is as it was.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<u64> {
-        let path = path.as_ref();
-        let mut tensors = BTreeMap::new();
-        let layers =
-            self.layers.iter().enumerate().map(|(i, e)| lay_out(e, &i.to_string(), &mut tensors)).collect();
-        let checksums = tensors.par_iter().map(|(name, t)| (name.clone(), Checksum(t.checksum()))).collect();
-        let manifest = Manifest {
-            version: VERSION,
-            recipe: self.recipe.clone(),
-            layout: self.layout.to_string(),
-            metadata: self.metadata.clone(),
-            layers,
-            checksums,
-        };
-        let bad = |detail: String| Error::Format { path: path.into(), detail };
-        let text = serde_json::to_string(&manifest).map_err(|e| bad(e.to_string()))?;
-        let sum = Manifest::checksum(&text);
-        let metadata = BTreeMap::from([(KEY.to_string(), text), (CHECKSUM_KEY.to_string(), sum)]);
-        Image::new(&metadata, tensors.into_iter().collect()).map_err(bad)?.write(path)
+        stream::write(self, &self.metadata, &|i| Ok(Cow::Borrowed(&self.layers[i])), path.as_ref())
     }
 
     /// Reads a file that [`Archive::write`] made, of this format version or an older one.
@@ -219,8 +205,10 @@ impl Archive {
         let mut file = Container::open(path)?;
         let Manifest { recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
         let layout = layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
+        let budget = RefCell::default();
         let layers = layers.into_iter().enumerate().map(|(layer, manifest)| {
-            Reader { file: &file, recipe: &recipe, at: layer.to_string(), layer }.entry(manifest)
+            let at = layer.to_string();
+            Reader { file: &file, recipe: &recipe, at, layer, budget: &budget }.entry(manifest)
         });
         let layers = layers.collect::<Result<_>>()?;
         match file.unread() {
@@ -264,6 +252,7 @@ impl Pooled for Archive {
     }
 }
 
+/// Packs a layer, if it has keys and values of tokens. `budget` counts the codecs of the cache.
 fn pack<E: Engine>(
     layer: &Layer,
     at: &str,
@@ -271,9 +260,10 @@ fn pack<E: Engine>(
     compressor: &Compressor<E>,
     before: Option<&Entry>,
     origin: Option<&Origin>,
+    budget: &mut Budget,
 ) -> Result<Entry> {
     if let Layer::List(list) = layer {
-        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), index, compressor, None, origin);
+        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), index, compressor, None, origin, budget);
         return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
     }
     let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
@@ -301,6 +291,12 @@ fn pack<E: Engine>(
         }
         None => [None, None],
     };
+    for (side, x) in [(Side::Key, &kv.keys), (Side::Value, &kv.values)] {
+        let dim = x.shape().last().copied().unwrap_or_default();
+        if let Some(spec) = compressor.recipe().spec(side, index, dim)? {
+            budget.take(&spec, x.nbytes())?;
+        }
+    }
     let packed = compressor.compress_layer_from(index, &kv.keys, &kv.values, before.as_ref(), frames)?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
@@ -331,16 +327,20 @@ fn move_codes<A: Buffer, B: Buffer>(codes: &Codes<A>, f: impl Fn(&A) -> Result<B
     Codes::new(codes.codec().clone(), frame, f(codes.words())?, f(codes.scales())?)
 }
 
-fn unpack<E: Engine>(entry: &Entry, compressor: &Compressor<E>) -> Result<Layer> {
-    let (shell, layer) = match entry {
-        Entry::Other(layer) => return Ok(layer.clone()),
-        Entry::List(list) => {
-            return Ok(Layer::List(list.iter().map(|e| unpack(e, compressor)).collect::<Result<_>>()?));
+/// The layer of an entry, with sides that `dense` makes.
+fn unpack(entry: &Entry, dense: &dyn Fn(&CompressedSide<Tensor>) -> Result<Tensor>) -> Result<Layer> {
+    match entry {
+        Entry::Other(layer) => Ok(layer.clone()),
+        Entry::List(list) => Ok(Layer::List(list.iter().map(|e| unpack(e, dense)).collect::<Result<_>>()?)),
+        Entry::Packed { shell, layer } => {
+            rebuild(shell, Pair { keys: dense(&layer.key)?, values: dense(&layer.value)? })
         }
-        Entry::Packed { shell, layer } => (shell, layer),
-    };
-    let dense = |side| compressor.decompress_side(&to_engine(side, compressor.engine())?);
-    rebuild(shell, Pair { keys: dense(&layer.key)?, values: dense(&layer.value)? })
+    }
+}
+
+/// A side as it was before it was packed, to the rounding of its codec.
+fn dense<E: Engine>(side: &CompressedSide<Tensor>, compressor: &Compressor<E>) -> Result<Tensor> {
+    compressor.decompress_side(&to_engine(side, compressor.engine())?)
 }
 
 fn to_engine<E: Engine>(side: &CompressedSide<Tensor>, engine: &E) -> Result<CompressedSide<E::Tensor>> {

@@ -101,6 +101,13 @@ impl<T: Buffer> CompressedCache<T> {
         let sum = |f: &dyn Fn(&CompressedLayer<T>) -> usize| self.layers.iter().map(f).sum::<usize>();
         let (k_bytes, v_bytes) = (sum(&|l| l.key.nbytes()), sum(&|l| l.value.nbytes()));
         let (k, v) = (sum(&|l| l.key.elements()), sum(&|l| l.value.elements()));
+        Stats::new([k_bytes, v_bytes], [k, v])
+    }
+}
+
+impl Stats {
+    /// From bytes and elements of the keys and of the values.
+    pub(crate) fn new([k_bytes, v_bytes]: [usize; 2], [k, v]: [usize; 2]) -> Stats {
         let ratio = |a: usize, b: usize| if b == 0 { 0.0 } else { a as f64 / b as f64 };
         let (bytes, fp16_bytes) = (k_bytes + v_bytes, 2 * (k + v));
         Stats {

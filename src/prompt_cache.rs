@@ -21,8 +21,10 @@ pub(crate) use container::Container;
 pub use container::RawTensor;
 pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
+pub(crate) use offsets::Offset;
 pub use offsets::usual_offset;
 pub use ring::Ring;
+pub(crate) use write::Layers;
 
 use crate::error::{Error, Result};
 use source::Source;
@@ -144,6 +146,28 @@ impl PromptCache {
         let source = Source::new(&file)?;
         let layers = source.layers().collect::<Result<_>>()?;
         Ok(PromptCache { layout: source.layout, metadata: source.metadata, layers })
+    }
+
+    /// Reads a file one layer at a time: `take` gets the layout, the metadata and the layers as they are asked for.
+    ///
+    /// # Errors
+    /// As [`PromptCache::read`], each by its layer, and those of `take`.
+    pub(crate) fn read_layers<R>(
+        path: &Path,
+        take: impl FnOnce(Layout, BTreeMap<String, String>, &mut dyn Iterator<Item = Result<Layer>>) -> Result<R>,
+    ) -> Result<R> {
+        let file = Container::open(path)?;
+        let mut source = Source::new(&file)?;
+        let (layout, metadata) = (source.layout, std::mem::take(&mut source.metadata));
+        take(layout, metadata, &mut source.layers())
+    }
+
+    /// As [`PromptCache::write`] of a cache that is made one layer at a time.
+    ///
+    /// # Errors
+    /// As [`PromptCache::write`], and those of making a layer.
+    pub(crate) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
+        write::write_layers(layers, path, layout)
     }
 
     /// Reads the layers whose classes are known and names the others.

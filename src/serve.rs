@@ -9,6 +9,7 @@ mod client;
 mod connection;
 mod folder;
 mod protocol;
+mod trim;
 
 pub use client::Client;
 pub use folder::{default_folder, socket_path};

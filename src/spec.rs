@@ -6,6 +6,8 @@
 mod cost;
 mod text;
 
+pub(crate) use cost::Budget;
+
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;

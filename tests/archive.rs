@@ -689,15 +689,19 @@ fn many_empty_layers_cost_no_more_than_their_text() {
 #[test]
 fn shapes_are_compared_before_a_codec_is_built() {
     // Each of these codecs would take gigabytes or minutes.
-    for codec in ["d8192:b1:hadamard:lloyd:qjl32768x8", "d8192:b4:dense:lloyd", "d8192:b2:trellis10"] {
+    for (codec, why) in [
+        ("d8192:b1:hadamard:lloyd:qjl32768x8", "33 bits a channel"),
+        ("d8192:b4:dense:lloyd", "its tables take"),
+        ("d8192:b2:trellis10", "layer 0: value: codec d8192"),
+    ] {
         let bytes = with_manifest(|m| m["layers"][0]["packed"]["value"]["codec"] = json!(codec));
         let (_, result, held) = load(&bytes);
         let text = result.unwrap_err().to_string();
-        assert!(text.contains("layer 0: value: codec d8192"), "{text}");
+        assert!(text.contains(why), "{text}");
         assert!(held < 8 * bytes.len() + (1 << 20), "{codec}: {held}");
     }
     // The width fits here, the words do not.
-    let wide = with_manifest(|m| m["layers"][0]["packed"]["value"]["codec"] = json!("d32:b3:qjl128x8"));
+    let wide = with_manifest(|m| m["layers"][0]["packed"]["value"]["codec"] = json!("d32:b3:qjl128x3"));
     refused(&wide, "0: value: words U32");
 }
 
@@ -1030,4 +1034,18 @@ fn query_files_are_read_by_name() {
     let tensors = read_tensors(&root("tests/fixtures/pc032_nometa.safetensors")).unwrap();
     assert!(tensors.keys().any(|k| k == "0.0"), "{:?}", tensors.keys());
     assert!(matches!(read_tensors(Path::new("/nowhere/q")), Err(Error::Io { .. })));
+}
+
+#[test]
+fn codecs_of_many_layers_without_rows_to_speak_of_cost_no_gigabytes() {
+    let row = || half(&[1, 1, 1, 512], 3);
+    let cache = plain((0..40).map(|_| (row(), row())).collect());
+    let recipe: Recipe =
+        "key=d128:b1:identity:uniform:qjl512x3,value=exact,sinks=0,window=0".parse().unwrap();
+    match Archive::compress(&cache, &Compressor::new(recipe), || ()) {
+        Err(Error::Unsupported { field: "codec", reason, .. }) => {
+            assert!(reason.contains("rows"), "{reason}")
+        }
+        other => panic!("{:?}", other.map(|a| a.stats())),
+    }
 }

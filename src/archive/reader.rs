@@ -8,9 +8,9 @@ use crate::compressor::{CompressedLayer, CompressedSide};
 use crate::error::{Error, Result};
 use crate::prompt_cache::{Container, Layer, affine};
 use crate::recipe::Recipe;
-use crate::spec::{CodecSpec, Side};
+use crate::spec::{Budget, CodecSpec, Side};
 use crate::tensor::Tensor;
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::sync::Arc;
 
 /// Reads one entry.
@@ -21,6 +21,8 @@ pub(super) struct Reader<'a> {
     pub(super) at: String,
     /// Index of the layer in the model.
     pub(super) layer: usize,
+    /// Of the codecs of the whole file.
+    pub(super) budget: &'a RefCell<Budget>,
 }
 
 impl Reader<'_> {
@@ -179,6 +181,8 @@ impl Reader<'_> {
         let body = match manifest.codec {
             None => None,
             Some(spec) => {
+                let rows = manifest.shape.iter().fold(manifest.dtype.bytes(), |n, &d| n.saturating_mul(d));
+                self.budget.borrow_mut().take(&spec, rows).map_err(bad)?;
                 let missing = |what: &str| self.bad(format!("{side}: no {what}"));
                 let words = part("words")?.ok_or_else(|| missing("words"))?;
                 let scales = part("scales")?.ok_or_else(|| missing("scales"))?;

@@ -8,7 +8,7 @@ use super::Archive;
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
 use crate::files;
-use crate::pool::{Label, Spill};
+use crate::pool::{Label, Parcel, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
@@ -42,6 +42,19 @@ impl SpillFolder {
         // Versions differ between all caches of a pool, so a name that two agents share does no harm.
         self.folder.join(format!("{:016x}-{}.tmq", files::stable_hash(label.id.as_bytes()), label.version))
     }
+
+    /// Metadata of a cache with the label among it.
+    fn labelled(
+        &self,
+        label: &Label,
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<BTreeMap<String, String>> {
+        let text = serde_json::to_string(label)
+            .map_err(|e| Error::Format { path: self.path(label), detail: e.to_string() })?;
+        let mut metadata = metadata.clone();
+        metadata.insert(LABEL.into(), text);
+        Ok(metadata)
+    }
 }
 
 fn label_of(path: &Path) -> Result<Label> {
@@ -53,12 +66,13 @@ fn label_of(path: &Path) -> Result<Label> {
 
 impl Spill<Archive> for SpillFolder {
     fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
-        let path = self.path(label);
-        let text = serde_json::to_string(label)
-            .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
-        let mut labelled = cache.clone();
-        labelled.metadata.insert(LABEL.into(), text);
-        labelled.write(&path)
+        let metadata = self.labelled(label, &cache.metadata)?;
+        Archive { metadata, ..cache.clone() }.write(self.path(label))
+    }
+
+    fn save_parcel(&self, label: &Label, parcel: &Parcel<Archive>) -> Result<u64> {
+        let metadata = self.labelled(label, &parcel.rest().metadata)?;
+        Archive::write_parcel(parcel, &metadata, &self.path(label))
     }
 
     fn load(&self, label: &Label) -> Result<Archive> {

@@ -1,9 +1,10 @@
 //! A safetensors file before it is written: the header is made from what the tensors are, then their bytes go out one after the other.
 //!
-//! Nothing is gathered: a tensor that lies in one run of memory is written from where it is. Deterministic: metadata sorted, tensors
+//! Nothing is gathered: a tensor that lies in one run of memory is written from where it is, and one may come into being only when its
+//! turn comes. Deterministic: metadata sorted, tensors
 //! by element size, so that all are aligned, then in the order given.
 
-use super::container::{RawTensor, dtype_of};
+use super::container::{RawTensor, byte_len, dtype_of};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::tensor::Tensor;
@@ -20,6 +21,11 @@ pub(crate) enum Piece<'a> {
     Tensor(&'a Tensor),
     Raw(&'a RawTensor),
     Made(RawTensor),
+    /// What it will be when it is written, see [`Image::write_late`].
+    Late {
+        dtype: Dtype,
+        shape: Vec<usize>,
+    },
 }
 
 impl Piece<'_> {
@@ -28,6 +34,7 @@ impl Piece<'_> {
             Piece::Tensor(x) => dtype_of(x),
             Piece::Raw(x) => x.dtype,
             Piece::Made(x) => x.dtype,
+            Piece::Late { dtype, .. } => *dtype,
         }
     }
 
@@ -36,6 +43,7 @@ impl Piece<'_> {
             Piece::Tensor(x) => x.shape(),
             Piece::Raw(x) => &x.shape,
             Piece::Made(x) => &x.shape,
+            Piece::Late { shape, .. } => shape,
         }
     }
 
@@ -44,6 +52,7 @@ impl Piece<'_> {
             Piece::Tensor(x) => x.nbytes(),
             Piece::Raw(x) => x.bytes.len(),
             Piece::Made(x) => x.bytes.len(),
+            Piece::Late { dtype, shape } => byte_len(*dtype, shape).unwrap_or(0),
         }
     }
 
@@ -52,7 +61,13 @@ impl Piece<'_> {
             Piece::Tensor(x) => x.row_major_bytes(),
             Piece::Raw(x) => Cow::Borrowed(&x.bytes),
             Piece::Made(x) => Cow::Borrowed(&x.bytes),
+            Piece::Late { .. } => Cow::Borrowed(&[]),
         }
+    }
+
+    /// The promise of this tensor.
+    pub(crate) fn late(&self) -> Piece<'static> {
+        Piece::Late { dtype: self.dtype(), shape: self.shape().to_vec() }
     }
 
     /// The checksum of the tensor as it will be written.
@@ -79,7 +94,7 @@ struct Header<'a> {
 /// The bytes before the data section, and the tensors in the order of the data section.
 pub(crate) struct Image<'a> {
     head: Vec<u8>,
-    pieces: Vec<Piece<'a>>,
+    pieces: Vec<(String, Piece<'a>)>,
     len: u64,
 }
 
@@ -103,7 +118,7 @@ impl<'a> Image<'a> {
         text.resize(text.len().next_multiple_of(8), b' ');
         let head = [&(text.len() as u64).to_le_bytes()[..], &text].concat();
         let len = (head.len() + at) as u64;
-        Ok(Image { head, pieces: pieces.into_iter().map(|(_, piece)| piece).collect(), len })
+        Ok(Image { head, pieces, len })
     }
 
     /// Bytes of the file.
@@ -116,11 +131,45 @@ impl<'a> Image<'a> {
     /// # Errors
     /// [`Error::Io`].
     pub(crate) fn write(&self, path: &Path) -> Result<u64, Error> {
-        files::replace_with(path, |out| {
+        self.write_late(path, &mut |_, _| Ok(()))
+    }
+
+    /// As [`Image::write`]. `make` is asked for every late tensor by name, in the order of the file, and hands it over as it was
+    /// promised.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; those of `make`; [`Error::Format`] if a tensor is not what it was to be.
+    pub(crate) fn write_late(
+        &self,
+        path: &Path,
+        make: &mut dyn FnMut(&str, &mut dyn FnMut(&Piece) -> Result<(), Error>) -> Result<(), Error>,
+    ) -> Result<u64, Error> {
+        let mut failure = None;
+        let written = files::replace_with(path, |out| {
             out.write_all(&self.head)?;
-            self.pieces.iter().try_for_each(|piece| out.write_all(&piece.bytes()))
-        })?;
-        Ok(self.len)
+            for (name, piece) in &self.pieces {
+                let Piece::Late { .. } = piece else {
+                    out.write_all(&piece.bytes())?;
+                    continue;
+                };
+                let mut there = false;
+                let made = make(name, &mut |made| {
+                    there = (made.dtype(), made.shape()) == (piece.dtype(), piece.shape());
+                    out.write_all(&made.bytes()).map_err(|source| Error::Io { path: path.into(), source })
+                });
+                let promised =
+                    || Error::Format { path: path.into(), detail: format!("tensor {name:?} changed") };
+                if let Err(error) = made.and_then(|()| if there { Ok(()) } else { Err(promised()) }) {
+                    failure = Some(error);
+                    return Err(std::io::ErrorKind::Other.into());
+                }
+            }
+            Ok(())
+        });
+        match failure {
+            Some(error) => Err(error),
+            None => written.map(|()| self.len),
+        }
     }
 }
 

@@ -5,32 +5,30 @@ use super::{Layer, PromptCache};
 use crate::error::{Error, Result};
 use std::collections::BTreeMap;
 
-impl PromptCache {
-    /// Place in the model (`3`, or `3.1` inside a list), class and position of the next token of every layer that has one.
-    pub fn offsets(&self) -> Vec<(String, &str, usize)> {
-        fn walk<'a>(at: String, layer: &'a Layer, out: &mut Vec<(String, &'a str, usize)>) {
-            match layer {
-                Layer::List(list) => {
-                    list.iter().enumerate().for_each(|(i, layer)| walk(format!("{at}.{i}"), layer, out))
-                }
-                _ => out.extend(layer.offset().map(|offset| (at, layer.class(), offset))),
-            }
+/// Where a layer stands.
+pub(crate) struct Offset {
+    /// Place in the model, `3` or `3.1` inside a list.
+    at: String,
+    class: String,
+    /// Position of the next token.
+    offset: usize,
+}
+
+impl Offset {
+    /// Adds those of a layer.
+    pub(crate) fn of(at: String, layer: &Layer, out: &mut Vec<Offset>) {
+        if let Layer::List(list) = layer {
+            return list.iter().enumerate().for_each(|(i, l)| Offset::of(format!("{at}.{i}"), l, out));
         }
-        let mut out = vec![];
-        self.layers.iter().enumerate().for_each(|(i, layer)| walk(i.to_string(), layer, &mut out));
-        out
+        out.extend(layer.offset().map(|offset| Offset { at, class: layer.class().into(), offset }));
     }
 
-    /// Refuses layers with different numbers of tokens.
-    ///
-    /// # Errors
-    /// [`Error::Unsupported`] names the first layer that differs from most.
-    pub fn check_even(&self) -> Result<()> {
-        let offsets = self.offsets();
-        let Some(usual) = usual_offset(offsets.iter().map(|o| o.2)) else { return Ok(()) };
-        match offsets.iter().find(|o| o.2 != usual) {
+    /// As [`PromptCache::check_even`].
+    pub(crate) fn check_even(offsets: &[Offset]) -> Result<()> {
+        let Some(usual) = usual_offset(offsets.iter().map(|o| o.offset)) else { return Ok(()) };
+        match offsets.iter().find(|o| o.offset != usual) {
             None => Ok(()),
-            Some((at, class, offset)) => Err(Error::Unsupported {
+            Some(Offset { at, class, offset }) => Err(Error::Unsupported {
                 field: "tokens of a layer",
                 value: format!("{offset} in layer {at} ({class})"),
                 reason: format!(
@@ -38,6 +36,27 @@ impl PromptCache {
                 ),
             }),
         }
+    }
+}
+
+impl PromptCache {
+    fn layer_offsets(&self) -> Vec<Offset> {
+        let mut out = vec![];
+        self.layers.iter().enumerate().for_each(|(i, layer)| Offset::of(i.to_string(), layer, &mut out));
+        out
+    }
+
+    /// Place in the model (`3`, or `3.1` inside a list), class and position of the next token of every layer that has one.
+    pub fn offsets(&self) -> Vec<(String, String, usize)> {
+        self.layer_offsets().into_iter().map(|o| (o.at, o.class, o.offset)).collect()
+    }
+
+    /// Refuses layers with different numbers of tokens.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] names the first layer that differs from most.
+    pub fn check_even(&self) -> Result<()> {
+        Offset::check_even(&self.layer_offsets())
     }
 }
 

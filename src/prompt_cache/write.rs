@@ -1,7 +1,8 @@
 //! Layers written as a prompt-cache file of either layout, whole or not at all.
 //!
 //! Tensors of equal element size stand in the order of their paths. Buffers are as long as the tokens they hold, in
-//! 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own.
+//! 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own. A cache of which one layer is in memory at a
+//! time is planned from layers of the same shapes and written as its layers come.
 
 use super::container::RawTensor;
 use super::image::{Image, Piece};
@@ -10,13 +11,14 @@ use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
 use safetensors::Dtype;
 use std::collections::BTreeMap;
+use std::collections::btree_map::Entry;
 use std::path::Path;
 
 /// What one leaf of the state tree becomes.
 enum Item<'a> {
     Array(Piece<'a>),
     Counter(usize),
-    Text(&'a str),
+    Text(String),
     None,
 }
 
@@ -26,6 +28,20 @@ struct Plan<'a> {
     items: BTreeMap<Vec<usize>, Item<'a>>,
     /// Meta states of 0.31, by path.
     meta: BTreeMap<String, String>,
+    /// Class names of the layers.
+    classes: Vec<String>,
+}
+
+/// A cache of which one layer is in memory at a time.
+pub(crate) struct Layers<'a> {
+    /// What the user stored beside the cache.
+    pub(crate) metadata: &'a BTreeMap<String, String>,
+    /// Number of layers.
+    pub(crate) count: usize,
+    /// A layer of the shapes and dtypes of the one of this index, whatever its numbers.
+    pub(crate) like: &'a dyn Fn(usize) -> Result<Layer>,
+    /// The layer of this index.
+    pub(crate) layer: &'a dyn Fn(usize) -> Result<Layer>,
 }
 
 /// Bytes of the file that [`write`] makes.
@@ -38,23 +54,40 @@ pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<
     image(cache, layout)?.write(path)
 }
 
-fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
-    let mut plan = Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new() };
-    if layout == Layout::V031 && cache.layers.is_empty() {
-        return Err(refuse("layers", "none".into(), "mlx-lm 0.31 cannot load a cache without layers"));
+/// As [`write`], with one layer in memory at a time, or two where the last layer's arrays have several element sizes.
+pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
+    let mut plan = Plan::new(layout);
+    for i in 0..layers.count {
+        let like = (layers.like)(i)?;
+        let mut one = Plan::new(layout);
+        one.layer(i, &like)?;
+        plan.items.extend(one.items.into_iter().map(|(path, item)| (path, item.late())));
+        plan.meta.extend(one.meta);
+        plan.classes.extend(one.classes);
     }
-    for (i, layer) in cache.layers.iter().enumerate() {
-        let name = || format!("{i} ({})", layer.class());
-        layer.check().map_err(|e| refuse("layer", name(), &e))?;
-        plan.state(layer, vec![i]).map_err(|reason| refuse("layer", name(), reason))?;
-        if layout == Layout::V031 {
-            plan.meta(layer, i.to_string());
+    let mut current: BTreeMap<usize, Layer> = BTreeMap::new();
+    plan.image(layers.metadata)?.write_late(path, &mut |name, put| {
+        let place: Vec<usize> = name.split('.').filter_map(|part| part.parse().ok()).collect();
+        let index = place.first().copied().unwrap_or_default();
+        // The layer before goes first.
+        current.retain(|&i, _| i == index);
+        let layer = match current.entry(index) {
+            Entry::Occupied(layer) => layer.into_mut(),
+            Entry::Vacant(free) => free.insert((layers.layer)(index)?),
+        };
+        let mut one = Plan::new(layout);
+        one.layer(index, layer)?;
+        match one.items.remove(&place) {
+            Some(Item::Array(piece)) => put(&piece),
+            _ => Ok(()),
         }
-    }
-    let metadata = plan.metadata(cache);
-    let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let pieces = plan.items.into_iter().map(|(key, item)| (path(&key), item.into_piece())).collect();
-    Image::new(&metadata, pieces).map_err(|e| refuse("header", "JSON".into(), &e))
+    })
+}
+
+fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
+    let mut plan = Plan::new(layout);
+    cache.layers.iter().enumerate().try_for_each(|(i, layer)| plan.layer(i, layer))?;
+    plan.image(&cache.metadata)
 }
 
 fn refuse(field: &'static str, value: String, reason: &str) -> Error {
@@ -62,6 +95,33 @@ fn refuse(field: &'static str, value: String, reason: &str) -> Error {
 }
 
 impl<'a> Plan<'a> {
+    fn new(layout: Layout) -> Plan<'a> {
+        Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new(), classes: vec![] }
+    }
+
+    /// Adds the layer of an index.
+    fn layer(&mut self, i: usize, layer: &'a Layer) -> Result<()> {
+        let name = || format!("{i} ({})", layer.class());
+        layer.check().map_err(|e| refuse("layer", name(), &e))?;
+        self.state(layer, vec![i]).map_err(|reason| refuse("layer", name(), reason))?;
+        if self.layout == Layout::V031 {
+            self.meta(layer, i.to_string());
+        }
+        self.classes.push(layer.class().into());
+        Ok(())
+    }
+
+    /// The file of all layers, with what the user stored beside them.
+    fn image(self, metadata: &BTreeMap<String, String>) -> Result<Image<'a>> {
+        if self.layout == Layout::V031 && self.classes.is_empty() {
+            return Err(refuse("layers", "none".into(), "mlx-lm 0.31 cannot load a cache without layers"));
+        }
+        let metadata = self.metadata(metadata);
+        let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
+        let pieces = self.items.into_iter().map(|(key, item)| (path(&key), item.into_piece())).collect();
+        Image::new(&metadata, pieces).map_err(|e| refuse("header", "JSON".into(), &e))
+    }
+
     fn put(&mut self, path: &[usize], tail: &[usize], item: Item<'a>) {
         self.items.insert([path, tail].concat(), item);
     }
@@ -129,7 +189,7 @@ impl<'a> Plan<'a> {
                 for (j, layer) in layers.iter().enumerate() {
                     let mut below = [&path[..], &[j]].concat();
                     if new {
-                        self.put(&below, &[1], Item::Text(layer.class()));
+                        self.put(&below, &[1], Item::Text(layer.class().into()));
                         below.push(0);
                     }
                     self.state(layer, below)?;
@@ -187,13 +247,13 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn metadata(&self, cache: &PromptCache) -> BTreeMap<String, String> {
+    fn metadata(&self, user_metadata: &BTreeMap<String, String>) -> BTreeMap<String, String> {
         let (user, classes) = if self.layout == Layout::V031 { (1, 2) } else { (0, 1) };
         let mut all: BTreeMap<_, _> = self.meta.iter().map(|(k, v)| (format!("0.{k}"), v.clone())).collect();
-        all.extend(cache.metadata.iter().map(|(k, v)| (format!("{user}.{k}"), v.clone())));
-        for (i, layer) in cache.layers.iter().enumerate() {
-            all.insert(format!("{classes}.{i}"), layer.class().into());
-        }
+        all.extend(user_metadata.iter().map(|(k, v)| (format!("{user}.{k}"), v.clone())));
+        all.extend(
+            self.classes.iter().enumerate().map(|(i, class)| (format!("{classes}.{i}"), class.clone())),
+        );
         if self.layout == Layout::V032 {
             all.insert("2.0".into(), String::new());
             let kinds = self.items.iter().filter_map(|(path, item)| Some((path, item.kind()?)));
@@ -233,6 +293,16 @@ impl<'a> Item<'a> {
             Item::Counter(_) => Some("scalar"),
             Item::Text(_) => Some("string"),
             Item::None => Some("none"),
+        }
+    }
+
+    /// The same leaf, whose array comes when it is written.
+    fn late(self) -> Item<'static> {
+        match self {
+            Item::Array(piece) => Item::Array(piece.late()),
+            Item::Counter(n) => Item::Counter(n),
+            Item::Text(text) => Item::Text(text),
+            Item::None => Item::None,
         }
     }
 

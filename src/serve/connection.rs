@@ -2,11 +2,10 @@
 
 use super::folder::ClientFolder;
 use super::protocol::{Reply, Request, VERSION};
-use super::{CLIENTS, Server};
+use super::{CLIENTS, Server, trim};
 use crate::archive::Archive;
 use crate::compressor::Compressor;
 use crate::error::{Error, Result};
-use crate::prompt_cache::PromptCache;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
@@ -128,17 +127,15 @@ fn park(
         Some(text) => text.parse()?,
         None => server.recipe.clone(),
     };
-    let archive = server.gate.run(|| -> Result<Archive> {
-        let cache = PromptCache::read(path)?;
-        if !uneven {
-            cache.check_even()?;
-        }
+    let parked = server.gate.run(|| {
         // An agent that comes back keeps the codes of what it was given.
-        let before = server.pool.peek(id).and_then(|parcel| parcel.join()).ok();
-        Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())
-    })?;
-    let stats = archive.stats();
-    let outcome = server.pool.park(id, kind, priority, archive)?;
+        let before = server.pool.peek(id).ok();
+        Archive::compress_file(before.as_deref(), path, &Compressor::new(recipe), uneven)
+    });
+    let parked =
+        parked.and_then(|(parcel, stats)| Ok((server.pool.park_parcel(id, kind, priority, parcel)?, stats)));
+    trim::give_back();
+    let (outcome, stats) = parked?;
     let bits = [stats.avg_k_bits, stats.avg_v_bits];
     Ok(Reply::Parked { outcome, fp16_bytes: stats.fp16_bytes, bits })
 }
@@ -148,10 +145,12 @@ fn resume(server: &Server, folder: &mut ClientFolder, id: &str, layout: Option<&
     let segment = folder.fresh();
     let path = folder.path.join(&segment);
     let bytes = server.gate.run(|| -> Result<u64> {
-        let archive = server.pool.get(id)?;
-        let cache = archive.restore(&Compressor::new(archive.recipe.clone()), || ())?;
-        cache.write(&path, layout.unwrap_or(cache.layout))
-    })?;
+        let parcel = server.pool.parcel(id)?;
+        let compressor = Compressor::new(parcel.rest().recipe.clone());
+        Archive::restore_file(&parcel, &compressor, &path, layout)
+    });
+    trim::give_back();
+    let bytes = bytes?;
     let private = std::fs::Permissions::from_mode(0o600);
     std::fs::set_permissions(&path, private).map_err(|source| Error::Io { path, source })?;
     Ok(Reply::Resumed { segment, bytes })
