@@ -12,7 +12,7 @@ use crate::pool::Parcel;
 use crate::prompt_cache::{Image, Layers, Layout, ORIGIN_KEY, Offset, Piece, PromptCache};
 use crate::spec::Budget;
 use crate::tensor::{Dtype, Tensor};
-use crate::workers;
+use crate::cpu::workers;
 use half::{bf16, f16};
 use rayon::prelude::*;
 use std::borrow::Cow;
