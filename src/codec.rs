@@ -3,7 +3,8 @@
 //! A vector x of a head is centred, equalised and put in channel order (its frame), cut into bands, and each band y is rotated,
 //! scaled to unit variance and put on the grid: R D (x - mu) ~ s c. Scores rotate the query once instead of every key,
 //! <q, x> = <q, mu> + s <R D^-1 q, c>, and weighted sums add s c and leave the rotated domain once. Both engines are held to
-//! these functions. A vector of zeros has scale zero and decodes to zeros; one whose norm is not finite decodes to NaN.
+//! these functions. A vector of zeros has scale zero and decodes to zeros. One with NaN or infinity in it, or whose squared norm is
+//! no finite f32, decodes to NaN in every channel and leaves all others as they are: see [`crate::frame`] for the whole rule.
 
 mod stages;
 
@@ -130,36 +131,27 @@ impl Codec {
             }
             _ => None,
         };
-        let affine = matches!(spec.grid, Grid::Affine { .. } | Grid::ChannelAffine { .. });
-        let outliers = spec.outliers as usize;
         let mut bands = Vec::new();
         let mut word = 0;
-        for (start, end, bits) in [(0, outliers, spec.bits + spec.lead), (outliers, spec.head_dim, spec.bits)]
-        {
-            let mut at = start;
-            for dim in blocks(end - start, spec.rotation)? {
-                // Every band has a rotation of its own.
-                let seed = spec.seed.wrapping_add(bands.len() as u64);
-                let rotation = match spec.rotation {
-                    RotationKind::Identity => Rotation::Identity,
-                    RotationKind::Dense => Rotation::dense(dim, seed),
-                    RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
-                };
-                let grid = match spec.grid {
-                    Grid::Affine { .. } | Grid::ChannelAffine { .. } => BandGrid::Affine,
-                    Grid::Trellis { states } => BandGrid::Trellis(trellis(states, bits, dim)?),
-                    grid => BandGrid::Scalar(ScalarGrid::new(grid, bits, dim, fitted.as_ref())),
-                };
-                let words = bits::words(dim, bits);
-                bands.push(Band { start: at, dim, bits, word, words, rotation, grid });
-                at += dim;
-                word += words;
-            }
-        }
-        if affine && bands.len() > 1 {
-            let reason =
-                "affine groups take a head dim that is rotated whole; the dense rotation does that".into();
-            return Err(Error::Unsupported { field: "head_dim", value: spec.head_dim.to_string(), reason });
+        for Span { start, dim, bits } in layout(&spec)? {
+            // Every band has a rotation of its own.
+            let seed = spec.seed.wrapping_add(bands.len() as u64);
+            let rotation = match spec.rotation {
+                RotationKind::Identity => Rotation::Identity,
+                RotationKind::Dense => Rotation::dense(dim, seed),
+                RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
+            };
+            let grid = match spec.grid {
+                Grid::Affine { .. } | Grid::ChannelAffine { .. } => BandGrid::Affine,
+                Grid::Trellis { states } => BandGrid::Trellis(
+                    Trellis::new(states, bits)
+                        .ok_or_else(|| no_form(&spec, "there is no such trellis".into()))?,
+                ),
+                grid => BandGrid::Scalar(ScalarGrid::new(grid, bits, dim, fitted.as_ref())),
+            };
+            let words = bits::words(dim, bits);
+            bands.push(Band { start, dim, bits, word, words, rotation, grid });
+            word += words;
         }
         let qjl = match spec.residual {
             Residual::None => None,
@@ -167,13 +159,36 @@ impl Codec {
                 Some(Qjl::new(spec.head_dim, projections as usize, rounds as usize, spec.seed))
             }
         };
-        let rounds = qjl.as_ref().map_or(0, Qjl::rounds);
-        let signs = qjl.as_ref().map_or(0, |q| rounds * q.projections() / 32);
-        let row_scales = match spec.grid {
+        let [row_words, row_scales] = Codec::row_size(&spec)?;
+        Ok(Codec { spec, row_words, row_scales, bands, qjl, fitted, channel })
+    }
+
+    /// Words and scales of an encoded vector, without the tables: what a file is held to before it may cost any.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a head dim that no rotation covers.
+    pub(crate) fn row_size(spec: &CodecSpec) -> Result<[usize; 2]> {
+        let bands = layout(spec)?;
+        let words: usize = bands.iter().map(|band| bits::words(band.dim, band.bits)).sum();
+        let (signs, rounds) = match spec.residual {
+            Residual::None => (0, 0),
+            Residual::Qjl { projections, rounds } => {
+                (usize::from(rounds) * usize::from(projections) / 32, usize::from(rounds))
+            }
+        };
+        let scales = match spec.grid {
             Grid::Affine { group } | Grid::ChannelAffine { group } => 2 * spec.head_dim / group as usize,
             _ => bands.len() + rounds,
         };
-        Ok(Codec { spec, row_words: word + signs, row_scales, bands, qjl, fitted, channel })
+        Ok([words + signs, scales])
+    }
+
+    /// Whether a spec has a form, without building its tables.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] as [`CodecSpec::validate`], or naming the head dim that the rotation or the grid does not take.
+    pub fn check(spec: &CodecSpec) -> Result<()> {
+        layout(spec).map(drop)
     }
 
     /// The spec.
@@ -219,7 +234,15 @@ impl Codec {
 
     /// The format in which scales are stored; affine scales and biases are always half floats.
     pub fn format(&self) -> ScaleFormat {
-        if self.affine_group().is_some() { ScaleFormat::F16 } else { self.spec.format }
+        Codec::scale_format(&self.spec)
+    }
+
+    /// [`Codec::format`] from the spec alone.
+    pub(crate) fn scale_format(spec: &CodecSpec) -> ScaleFormat {
+        match spec.grid {
+            Grid::Affine { .. } | Grid::ChannelAffine { .. } => ScaleFormat::F16,
+            _ => spec.format,
+        }
     }
 
     /// Bytes of an encoded vector.
@@ -251,38 +274,62 @@ impl Codec {
     }
 }
 
-/// A trellis whose ring is long enough for the cheap search of its seam, see [`crate::trellis_search`].
-fn trellis(states: u8, bits: u8, dim: usize) -> Result<Trellis> {
-    let fits = dim % 8 == 0 && dim * usize::from(bits) >= 32;
-    Trellis::new(states, bits).filter(|_| fits).ok_or_else(|| Error::Unsupported {
-        field: "grid",
-        value: format!("trellis{states} of {bits} bits on {dim} channels"),
-        reason: "a multiple of 8 channels and a stream of 32 bits are needed".into(),
-    })
+/// Where a band lies.
+struct Span {
+    start: usize,
+    dim: usize,
+    bits: u8,
+}
+
+/// The bands of a spec, outliers first.
+fn layout(spec: &CodecSpec) -> Result<Vec<Span>> {
+    spec.validate()?;
+    let mut spans = vec![];
+    let outliers = usize::from(spec.outliers);
+    for (start, end, bits) in [(0, outliers, spec.bits + spec.lead), (outliers, spec.head_dim, spec.bits)] {
+        let sizes = blocks(end - start, spec.rotation).ok_or_else(|| {
+            let reason = "channels have no blocks of 16 or more with a Hadamard form; the dense rotation takes any size";
+            no_form(spec, format!("{} {reason}", end - start))
+        })?;
+        let mut at = start;
+        for dim in sizes {
+            // The ring has to be long enough for the cheap search of its seam, see `trellis_search`.
+            if let Grid::Trellis { states } = spec.grid
+                && (dim % 8 != 0 || dim * usize::from(bits) < 32)
+            {
+                let what = format!("trellis{states} of {bits} bits on {dim} channels");
+                let needed = "a multiple of 8 channels and a stream of 32 bits are needed";
+                return Err(no_form(spec, format!("{what}: {needed}")));
+            }
+            spans.push(Span { start: at, dim, bits });
+            at += dim;
+        }
+    }
+    if matches!(spec.grid, Grid::Affine { .. } | Grid::ChannelAffine { .. }) && spans.len() > 1 {
+        let reason = "affine groups take a head dim that is rotated whole; the dense rotation does that";
+        return Err(no_form(spec, reason.into()));
+    }
+    Ok(spans)
+}
+
+fn no_form(spec: &CodecSpec, reason: String) -> Error {
+    Error::Unsupported { field: "head_dim", value: spec.head_dim.to_string(), reason }
 }
 
 /// Sizes of the blocks that a run of coordinates is rotated in: one, or for a Hadamard rotation the greatest sizes that have a form.
-fn blocks(dim: usize, rotation: RotationKind) -> Result<Vec<usize>> {
+fn blocks(dim: usize, rotation: RotationKind) -> Option<Vec<usize>> {
     let mut left = dim;
     let mut sizes = Vec::new();
     while left > 0 {
         let size = match rotation {
-            RotationKind::Hadamard => (8..=left).rev().find(|&n| hadamard_order(n).is_some()),
-            _ => Some(left),
+            RotationKind::Hadamard => (8..=left).rev().find(|&n| hadamard_order(n).is_some())?,
+            _ => left,
         };
-        match size {
-            Some(size) if size == left || (size >= 16 && left - size >= 16) => sizes.push(size),
-            _ => {
-                let reason =
-                    "no blocks of 16 or more with a Hadamard form; the dense rotation takes any size";
-                return Err(Error::Unsupported {
-                    field: "head_dim",
-                    value: dim.to_string(),
-                    reason: reason.into(),
-                });
-            }
+        if size < left && (size < 16 || left - size < 16) {
+            return None;
         }
-        left -= sizes[sizes.len() - 1];
+        sizes.push(size);
+        left -= size;
     }
-    Ok(sizes)
+    Some(sizes)
 }

@@ -4,7 +4,9 @@
 
 use crate::codec::Codec;
 use crate::error::{Error, Result};
+use crate::spec::ScaleFormat;
 use crate::tensor::Tensor;
+use half::f16;
 use std::sync::Arc;
 
 /// What codes need of an engine's arrays.
@@ -133,6 +135,25 @@ pub struct Codes<T> {
     scales: T,
 }
 
+impl Codes<Tensor> {
+    /// What the scales stand for, f32 [B, H, T, S]; affine groups have their scales first, then their biases.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`] if the scales are not of the codec's format.
+    pub fn scale_values(&self) -> Result<Tensor> {
+        let (stored, format) = (&self.scales, self.codec.format());
+        let values: Vec<f32> = match format {
+            // Scales and biases of affine groups have a sign of their own.
+            _ if self.codec.affine_group().is_some() => stored.to_f32()?,
+            ScaleFormat::F16 => {
+                stored.to_vec::<f16>()?.into_iter().map(|code| format.value(code.to_bits())).collect()
+            }
+            _ => stored.to_vec::<u8>()?.into_iter().map(|code| format.value(code.into())).collect(),
+        };
+        Tensor::new(stored.shape(), values)
+    }
+}
+
 impl<T: Buffer> Codes<T> {
     /// Puts the parts together.
     ///
@@ -231,5 +252,26 @@ impl<T: Buffer> Codes<T> {
             None => c.spec().to_string(),
         };
         Err(Error::CodecMismatch { expected: name(codec), got: name(&self.codec) })
+    }
+}
+
+impl Codes<Tensor> {
+    /// Row-major index of the first scale or bias that is NaN or infinite: its vector would not unpack to numbers.
+    pub fn first_bad_scale(&self) -> Option<usize> {
+        let affine = self.codec.affine_group().is_some();
+        let format = self.codec.format();
+        let bad = |code: u16| {
+            // Affine scales and biases are plain half floats.
+            let value = if affine { half::f16::from_bits(code).to_f32() } else { format.value(code) };
+            !value.is_finite()
+        };
+        match &self.scales {
+            Tensor::U8(scales) => {
+                let bad: [bool; 256] = std::array::from_fn(|code| bad(code as u16));
+                scales.iter().position(|&code| bad[usize::from(code)])
+            }
+            Tensor::F16(scales) => scales.iter().position(|scale| bad(scale.to_bits())),
+            _ => None,
+        }
     }
 }

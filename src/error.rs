@@ -150,6 +150,18 @@ pub enum Error {
         /// The folder.
         path: PathBuf,
     },
+    /// Caches that were in memory only could not be written to the disk; all others were.
+    #[error("{} not written: {}", count(agents.len(), "agent"), list(agents))]
+    Unsaved {
+        /// The agents, with the reasons.
+        agents: Vec<(String, Error)>,
+    },
+    /// A bug: code of this crate has panicked, and the call has been given up.
+    #[error("a bug in turbomoq: {message}")]
+    Panic {
+        /// The panic's words.
+        message: String,
+    },
     /// A server has refused a request.
     #[error("the server refused: {message}")]
     Refused {
@@ -200,6 +212,8 @@ impl Error {
             Error::NotHeld { reason, .. } if *reason == EVICTED => "evicted",
             Error::NotHeld { .. } => "not-held",
             Error::InUse { .. } => "in-use",
+            Error::Unsaved { .. } => "unsaved",
+            Error::Panic { .. } => "panic",
             Error::Refused { code, .. } => code,
             Error::Inaccurate { .. } => "inaccurate",
             Error::Threads { .. } => "threads",
@@ -207,4 +221,24 @@ impl Error {
             Error::Mlx(_) => "mlx",
         }
     }
+}
+
+fn count(n: usize, thing: &str) -> String {
+    format!("{n} {thing}{}", if n == 1 { "" } else { "s" })
+}
+
+fn list(agents: &[(String, Error)]) -> String {
+    agents.iter().map(|(id, error)| format!("{id:?}: {error}")).collect::<Vec<_>>().join("; ")
+}
+
+/// Runs work whose panic is to be an error like others, because what the caller holds has to outlive it.
+///
+/// # Errors
+/// Those of the work, [`Error::Panic`].
+pub(crate) fn guarded<R>(work: impl FnOnce() -> Result<R>) -> Result<R> {
+    std::panic::catch_unwind(std::panic::AssertUnwindSafe(work)).unwrap_or_else(|panic| {
+        let text = panic.downcast_ref::<String>().map(String::as_str);
+        let text = text.or_else(|| panic.downcast_ref::<&str>().copied()).unwrap_or("no words");
+        Err(Error::Panic { message: text.into() })
+    })
 }

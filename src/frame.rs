@@ -4,6 +4,14 @@
 //! nothing at decode time and removes what key bias adds. Gains: noise that is isotropic after z = D (k - mu) costs
 //! tr(Sq D^-2) tr(D Sk D), least for D_i^2 proportional to sqrt(Sq_ii / Sk_ii); D is tied over the RoPE pair (i, i + d/2) so
 //! that it commutes with RoPE and does not drift with position. Order: the channels of greatest energy come first.
+//!
+//! Rows that are not finite. A row with NaN or infinity in it, or whose squared norm is no finite f32 (above 3.4e38), takes no part in
+//! a frame, nor a query in gains. It decodes to NaN in every channel, and its neighbours as if it were not there: also those of its
+//! tile where tokens are packed together, see [`crate::tile`]. A block without a finite row gives the neutral frame (centre zero,
+//! gains one, channels in order), with which later rows are packed as those of a recipe without centring. So says this file for
+//! every engine; the `Compressor` and files refuse such rows by name instead.
+
+use crate::rotation::dot;
 
 /// The tables of one head, as slices of f32 and channel indices; each is absent where the codec does not use it.
 #[derive(Clone, Copy, Debug, Default)]
@@ -16,40 +24,50 @@ pub struct RowFrame<'a> {
     pub order: Option<&'a [u32]>,
 }
 
-/// Mean of each channel over the rows of a block (`rows` x `dim`, row-major).
-pub fn mean(block: &[f32], dim: usize) -> Vec<f32> {
-    let mut sums = vec![0f64; dim];
-    for row in block.chunks_exact(dim) {
-        sums.iter_mut().zip(row).for_each(|(s, &x)| *s += f64::from(x));
-    }
-    let count = (block.len() / dim).max(1) as f64;
-    sums.iter().map(|s| (s / count) as f32).collect()
+/// Whether a row takes part in a frame.
+pub fn finite(row: &[f32]) -> bool {
+    dot(row, row).is_finite()
 }
 
-/// Mean square of each channel about a centre.
+/// The rows of a block that take part.
+fn rows(block: &[f32], dim: usize) -> impl Iterator<Item = &[f32]> {
+    block.chunks_exact(dim).filter(|row| finite(row))
+}
+
+/// Mean of each channel over the finite rows of a block (`rows` x `dim`, row-major); zero if there is none.
+pub fn mean(block: &[f32], dim: usize) -> Vec<f32> {
+    let (mut sums, mut count) = (vec![0f64; dim], 0);
+    for row in rows(block, dim) {
+        sums.iter_mut().zip(row).for_each(|(s, &x)| *s += f64::from(x));
+        count += 1;
+    }
+    sums.iter().map(|s| (s / f64::from(count.max(1))) as f32).collect()
+}
+
+/// Mean square of each channel about a centre, over the finite rows.
 pub fn energy(block: &[f32], dim: usize, centre: Option<&[f32]>) -> Vec<f32> {
-    let mut sums = vec![0f64; dim];
-    for row in block.chunks_exact(dim) {
+    let (mut sums, mut count) = (vec![0f64; dim], 0);
+    for row in rows(block, dim) {
         for i in 0..dim {
             let x = f64::from(row[i] - centre.map_or(0.0, |c| c[i]));
             sums[i] += x * x;
         }
+        count += 1;
     }
-    let count = (block.len() / dim).max(1) as f64;
-    sums.iter().map(|s| (s / count) as f32).collect()
+    sums.iter().map(|s| (s / f64::from(count.max(1))) as f32).collect()
 }
 
-/// Covariance of the channels over the rows of a block, `dim` x `dim`, row-major.
+/// Covariance of the channels over the finite rows of a block, `dim` x `dim`, row-major.
 pub fn covariance(block: &[f32], dim: usize) -> Vec<f64> {
     let mean = mean(block, dim);
     let (mut sums, mut row) = (vec![0f64; dim * dim], vec![0f64; dim]);
-    for x in block.chunks_exact(dim) {
+    for x in rows(block, dim) {
         row.iter_mut().zip(x).zip(&mean).for_each(|((r, x), m)| *r = f64::from(x - m));
         for (sums, a) in sums.chunks_exact_mut(dim).zip(&row) {
             sums.iter_mut().zip(&row).for_each(|(sum, b)| *sum += a * b);
         }
     }
-    let count = (block.len() / dim).max(1) as f64;
+    let count = rows(block, dim).count().max(1) as f64;
     sums.iter_mut().for_each(|sum| *sum /= count);
     sums
 }

@@ -17,7 +17,7 @@ pub use apply::Kernels;
 
 use crate::codec::{BandGrid, Codec};
 use crate::rotation::Rotation;
-use crate::spec::Residual;
+use crate::spec::{Residual, ScaleFormat};
 
 /// Whether the Metal kernels are in this build: on macOS always, on other systems only to be type-checked (feature `metal`).
 pub const METAL: bool = cfg!(any(feature = "metal", all(feature = "mlx", target_os = "macos")));
@@ -86,7 +86,12 @@ impl Form {
     /// The form of a codec of one band without a residual, if it has one.
     pub fn of(codec: &Codec) -> Option<Form> {
         let [band] = codec.bands() else { return None };
-        if codec.channel().is_some() || codec.spec().residual != Residual::None || band.dim > MOST_CHANNELS {
+        // The texts read eight bits of a scale as `wide8`.
+        if codec.channel().is_some()
+            || codec.format() == ScaleFormat::Log8
+            || codec.spec().residual != Residual::None
+            || band.dim > MOST_CHANNELS
+        {
             return None;
         }
         let kind = match &band.grid {

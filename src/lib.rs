@@ -14,6 +14,8 @@ pub mod cpu;
 pub mod engine;
 pub mod error;
 pub mod files;
+#[cfg(unix)]
+pub(crate) mod folders;
 pub mod frame;
 #[cfg(feature = "mlx")]
 pub mod graph;
@@ -35,6 +37,7 @@ pub mod scale;
 pub mod serve;
 pub mod spec;
 pub mod tensor;
+pub mod tile;
 pub mod transform;
 pub mod trellis;
 pub mod trellis_search;

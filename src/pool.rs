@@ -97,16 +97,27 @@ impl<C: Pooled> MemoryPool<C> {
     /// # Errors
     /// As [`MemoryPool::allocate`] and [`MemoryPool::store`].
     pub fn park(&self, id: &str, kind: &str, priority: f32, cache: C) -> Result<Outcome> {
+        self.park_parcel(id, kind, priority, Parcel::split(cache)?)
+    }
+
+    /// As [`MemoryPool::park`] of a cache in blocks.
+    ///
+    /// # Errors
+    /// As [`MemoryPool::park`].
+    pub fn park_parcel(&self, id: &str, kind: &str, priority: f32, parcel: Parcel<C>) -> Result<Outcome> {
         check_priority(priority)?;
-        self.put(id, &self.split(cache)?, Some(Terms { kind, priority, renew: true }))
+        self.put(id, &self.adopt(parcel), Some(Terms { kind, priority, renew: true }))
     }
 
     /// A cache in blocks, those of the pool where it has equal ones.
     fn split(&self, cache: C) -> Result<Arc<Parcel<C>>> {
-        let mut parcel = Parcel::split(cache)?;
+        Ok(self.adopt(Parcel::split(cache)?))
+    }
+
+    fn adopt(&self, mut parcel: Parcel<C>) -> Arc<Parcel<C>> {
         let candidates = self.lock().candidates(&parcel);
         parcel.adopt(candidates);
-        Ok(Arc::new(parcel))
+        Arc::new(parcel)
     }
 
     /// Gives `to`, which is allocated, the cache of `from`. Packed tokens are shared until one of them stores something else.

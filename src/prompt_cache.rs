@@ -6,7 +6,9 @@
 
 pub mod affine;
 mod container;
+mod image;
 mod layer;
+mod offsets;
 mod packed;
 mod read;
 mod ring;
@@ -18,8 +20,12 @@ mod write;
 pub use affine::Packed;
 pub(crate) use container::Container;
 pub use container::RawTensor;
+pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
+pub(crate) use offsets::Offset;
+pub use offsets::usual_offset;
 pub use ring::Ring;
+pub(crate) use write::Layers;
 
 use crate::error::{Error, Result};
 use source::Source;
@@ -57,6 +63,10 @@ impl std::str::FromStr for Layout {
         })
     }
 }
+
+/// Key among the user's metadata under which a restored cache says how it was packed, see `Archive::sign`. It has no dot, which would
+/// make a tree of it in mlx-lm.
+pub(crate) const ORIGIN_KEY: &str = "turbomoq_origin";
 
 /// Counters of a layer, by name.
 type Fields = BTreeMap<&'static str, usize>;
@@ -123,10 +133,42 @@ impl PromptCache {
     /// [`Error::Io`]; [`Error::Format`] if the file is damaged, inconsistent or of no known layout;
     /// [`Error::UnknownClass`] and [`Error::BatchCache`] for layers that cannot be interpreted.
     pub fn read(path: impl AsRef<Path>) -> Result<PromptCache> {
+        let mut cache = PromptCache::read_signed(path)?;
+        cache.metadata.remove(ORIGIN_KEY);
+        Ok(cache)
+    }
+
+    /// As [`PromptCache::read`], and the metadata keeps what a restored cache says of its origin, for `Archive::compress`.
+    ///
+    /// # Errors
+    /// As [`PromptCache::read`].
+    pub fn read_signed(path: impl AsRef<Path>) -> Result<PromptCache> {
         let file = Container::open(path.as_ref())?;
         let source = Source::new(&file)?;
         let layers = source.layers().collect::<Result<_>>()?;
         Ok(PromptCache { layout: source.layout, metadata: source.metadata, layers })
+    }
+
+    /// Reads a file one layer at a time: `take` gets the layout, the metadata and the layers as they are asked for.
+    ///
+    /// # Errors
+    /// As [`PromptCache::read`], each by its layer, and those of `take`.
+    pub(crate) fn read_layers<R>(
+        path: &Path,
+        take: impl FnOnce(Layout, BTreeMap<String, String>, &mut dyn Iterator<Item = Result<Layer>>) -> Result<R>,
+    ) -> Result<R> {
+        let file = Container::open(path)?;
+        let mut source = Source::new(&file)?;
+        let (layout, metadata) = (source.layout, std::mem::take(&mut source.metadata));
+        take(layout, metadata, &mut source.layers())
+    }
+
+    /// As [`PromptCache::write`] of a cache that is made one layer at a time.
+    ///
+    /// # Errors
+    /// As [`PromptCache::write`], and those of making a layer.
+    pub(crate) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
+        write::write_layers(layers, path, layout)
     }
 
     /// Reads the layers whose classes are known and names the others.

@@ -1,17 +1,20 @@
 //! A recipe: how the keys and values of a cache are packed, and which tokens stay exact. Named presets are the README's table.
 
+mod head_dim;
+
 use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
 use crate::rng;
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
+use head_dim::TEMPLATE_DIM;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 /// One codec for keys, one for values, and the tokens that stay exact.
 ///
-/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a side
-/// that is not packed; reading also takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
+/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,draft=N][,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a
+/// side that is not packed; reading also takes a preset's name with options, `turboquant-mse@3/2,sinks=4`, and `exact` alone.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Recipe {
@@ -25,6 +28,9 @@ pub struct Recipe {
     pub sinks: usize,
     /// Newest tokens that stay exact.
     pub window: usize,
+    /// Newest tokens that can be taken back without a trace, as rejected drafts are: 16 unless the text says otherwise, at most
+    /// [`MOST_DRAFT`]. See [`crate::cache::LayerCache::trim`].
+    pub draft: usize,
     /// Bits of every layer and KV head, in place of those of the specs.
     pub plan: Option<BitPlan>,
 }
@@ -50,9 +56,10 @@ pub const PRESETS: [(&str, &str); 8] = [
 
 /// Most tokens that a recipe may keep exact at either end: more than any context has, and far from overflow in every count of bytes.
 pub const MOST_EXACT_TOKENS: usize = 1 << 26;
-
-/// Head dim for which a recipe's specs are written down.
-const TEMPLATE_DIM: usize = 128;
+/// Draft tokens of a recipe that does not say how many.
+const DRAFT: usize = 16;
+/// Greatest `draft` of a recipe: the tokens of a block.
+pub const MOST_DRAFT: usize = 128;
 
 impl Recipe {
     /// A preset at given bits for keys and values; 16 keeps a side exact, 2.5 gives half of the channels one bit more.
@@ -81,13 +88,16 @@ impl Recipe {
 
     /// The recipe that packs nothing.
     pub fn exact() -> Recipe {
-        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, plan: None }
+        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, draft: DRAFT, plan: None }
     }
 
     fn check_exact_tokens(&self) -> Result<()> {
-        for (field, tokens) in [("sinks", self.sinks), ("window", self.window)] {
-            if tokens > MOST_EXACT_TOKENS {
-                let reason = format!("at most {MOST_EXACT_TOKENS} tokens");
+        let exact = |field, tokens| (field, tokens, MOST_EXACT_TOKENS);
+        let bounds =
+            [exact("sinks", self.sinks), exact("window", self.window), ("draft", self.draft, MOST_DRAFT)];
+        for (field, tokens, most) in bounds {
+            if tokens > most {
+                let reason = format!("at most {most} tokens");
                 return Err(Error::Unsupported { field, value: tokens.to_string(), reason });
             }
         }
@@ -97,8 +107,9 @@ impl Recipe {
     /// The codec spec of one side of one layer: the recipe's, fitted to the head dim, with a seed of its own.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the codec has no form for this head dim, the plan ends before the layer, or its heads differ there,
-    /// see [`Recipe::by_heads`]; also for more than [`MOST_EXACT_TOKENS`] sinks or tokens of the window.
+    /// [`Error::Unsupported`] if the codec has no form for this head dim (`recipe/head_dim.rs` says which take its place), the plan
+    /// ends before the layer, or its heads differ there, see [`Recipe::by_heads`]; also for more than [`MOST_EXACT_TOKENS`] sinks or
+    /// tokens of the window.
     pub fn spec(&self, side: Side, layer: usize, head_dim: usize) -> Result<Option<CodecSpec>> {
         let (template, part) = match side {
             Side::Key => (self.key, 0),
@@ -120,21 +131,8 @@ impl Recipe {
                 None => return Ok(None),
             }
         }
-        let scaled =
-            |n: usize, multiple: usize| (n * head_dim / TEMPLATE_DIM / multiple * multiple).max(multiple);
-        let mut spec =
-            CodecSpec { head_dim, seed: rng::derive(template.seed, layer as u64, part), ..template };
-        if spec.outliers > 0 {
-            spec.outliers = scaled(spec.outliers.into(), if head_dim < 64 { 16 } else { 32 }) as u16;
-        }
-        if let Residual::Qjl { projections, rounds } = spec.residual {
-            spec.residual = Residual::Qjl { projections: scaled(projections.into(), 32) as u16, rounds };
-        }
-        if spec.grid == (Grid::Affine { group: 64 }) && head_dim % 64 != 0 {
-            spec.grid = Grid::Affine { group: 32 };
-        }
-        spec.validate()?;
-        Ok(Some(spec))
+        let template = CodecSpec { seed: rng::derive(template.seed, layer as u64, part), ..template };
+        head_dim::fit(template, head_dim).map(Some)
     }
 
     /// The KV heads of a layer that share their widths, each group with the recipe that packs it: `(heads, recipe)`.
@@ -194,7 +192,7 @@ fn template(name: &str, side: Side) -> CodecSpec {
         ("best", side) => {
             // Keys keep their norm: on SmolLM2 that beats the unbiased scale, whose noise lifts packed tokens above exact ones.
             let scale = if side == Side::Key { ScaleRule::Matched } else { ScaleRule::LeastSquares };
-            CodecSpec { scale, format: ScaleFormat::Log8, grid: Grid::Trellis { states: 8 }, ..base }
+            CodecSpec { scale, format: ScaleFormat::Wide8, grid: Grid::Trellis { states: 8 }, ..base }
         }
         ("turbomoq", Side::Key) | ("rotation-only", _) => CodecSpec { grid: Grid::Uniform, ..base },
         ("turbomoq", Side::Value) => CodecSpec { grid: Grid::Lloyd, ..base },
@@ -269,6 +267,9 @@ impl fmt::Display for Recipe {
             f.write_str(",centred")?;
         }
         write!(f, ",sinks={},window={}", self.sinks, self.window)?;
+        if self.draft != DRAFT {
+            write!(f, ",draft={}", self.draft)?;
+        }
         match &self.plan {
             Some(plan) => write!(f, ",key-bits={},value-bits={}", plan.key, plan.value),
             None => Ok(()),
@@ -283,6 +284,9 @@ impl FromStr for Recipe {
         let mut terms = text.split(',').peekable();
         let first = terms.peek().copied().unwrap_or_default();
         let mut recipe = if first.contains('=') {
+            Recipe::exact()
+        } else if first == "exact" {
+            terms.next();
             Recipe::exact()
         } else {
             terms.next();
@@ -302,6 +306,7 @@ impl FromStr for Recipe {
                 Some(("window", n)) => {
                     recipe.window = n.parse().map_err(|_| fail(format!("window {n:?}")))?
                 }
+                Some(("draft", n)) => recipe.draft = n.parse().map_err(|_| fail(format!("draft {n:?}")))?,
                 Some(("key-bits", widths)) => key_bits = Some(widths.parse()?),
                 Some(("value-bits", widths)) => value_bits = Some(widths.parse()?),
                 _ => return Err(fail(format!("unknown term {term:?}"))),
@@ -361,7 +366,6 @@ mod tests {
             Err(Error::Unsupported { field: "bits", .. })
         ));
         assert!(matches!(Recipe::preset("best", 3.3, 4.0), Err(Error::Unsupported { field: "bits", .. })));
-        assert!(Recipe::preset("mlx-affine", 4.0, 4.0).unwrap().spec(Side::Key, 0, 80).is_err());
         assert!("best@4/4/4".parse::<Recipe>().is_err());
         assert!("best,sink=4".parse::<Recipe>().is_err());
         for exact in ["sinks", "window"] {

@@ -5,7 +5,7 @@
 
 use crate::codes::Buffer;
 use crate::compressor::{CompressedSide, Stats};
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::rng::Rng;
 use crate::spec::Side;
 use crate::tensor::Tensor;
@@ -77,7 +77,7 @@ impl Report {
 /// `queries` [B, Hq, L, D] replace random ones for the logit correlation.
 ///
 /// # Errors
-/// [`crate::Error::Shape`] or [`crate::Error::Dtype`] if the tensors do not fit one another.
+/// [`Error::Shape`] or [`Error::Dtype`] if the tensors do not fit one another, [`Error::NonFinite`] names the first NaN or infinity.
 pub fn compare<T: Buffer>(
     layer: String,
     side: Side,
@@ -86,6 +86,21 @@ pub fn compare<T: Buffer>(
     after: &Tensor,
     queries: Option<&Tensor>,
 ) -> Result<Row> {
+    let shape = packed.shape;
+    for (what, x) in [("before", before), ("after", after)] {
+        if x.shape() != shape {
+            return Err(x.wrong_shape(what, format!("{shape:?}")));
+        }
+        finite(what, x)?;
+    }
+    if let Some(q) = queries {
+        let [b, h, _, d] = shape;
+        match *q.shape() {
+            [qb, qh, n, qd] if qb == b && qh % h.max(1) == 0 && qh > 0 && n > 0 && qd == d => {}
+            _ => return Err(q.wrong_shape("queries", format!("[{b}, a multiple of {h}, L > 0, {d}]"))),
+        }
+        finite("queries", q)?;
+    }
     let [sinks, body, _] = packed.split();
     let range = if body == 0 { 0..packed.shape[2] } else { sinks..sinks + body };
     let rows = |x: &Tensor| x.slice(2, range.start, range.end)?.to_f32();
@@ -136,6 +151,13 @@ pub fn compare<T: Buffer>(
         relative_mse: if size == 0.0 { 0.0 } else { (error / size).max(0.0) },
         logit_correlation: if flat { 1.0 } else { sums[2] / (sums[0] * sums[1]).sqrt() },
     })
+}
+
+fn finite(what: &str, x: &Tensor) -> Result<()> {
+    match x.first_non_finite() {
+        Some((index, value)) => Err(Error::NonFinite { what: what.into(), index, value }),
+        None => Ok(()),
+    }
 }
 
 fn dot(a: &[f32], b: &[f32]) -> f64 {

@@ -36,11 +36,12 @@ pub enum Rotation {
     },
 }
 
-/// m of d = m 2^k with m in {1, 12, 20, 28}, or `None` if d has no such form.
+/// m of d = m 2^k with m in {1, 12, 20, 28}, or `None` if d has no such form or is below 8, the length of a step of the transform.
 pub fn hadamard_order(dim: usize) -> Option<usize> {
-    [1, 12, 20, 28]
-        .into_iter()
-        .find(|m| dim.is_multiple_of(*m) && (dim / m).is_power_of_two() && (*m == 1 || dim / m >= 4))
+    [1, 12, 20, 28].into_iter().find(|m| {
+        let least = if *m == 1 { 8 } else { 4 };
+        dim.is_multiple_of(*m) && (dim / m).is_power_of_two() && dim / m >= least
+    })
 }
 
 impl Rotation {
@@ -245,7 +246,7 @@ mod tests {
     #[test]
     fn rotations_are_orthogonal() {
         // T02, on every size that is used whole; 120 and 576 have no Hadamard form and are cut into bands by the codec.
-        for dim in [64, 80, 96, 112, 120, 128, 192, 256, 576] {
+        for dim in [8, 16, 32, 48, 64, 80, 96, 112, 120, 128, 192, 256, 576] {
             for rotation in all(dim, 42) {
                 let mut scratch = vec![0.0; dim];
                 let mut rows = vec![];
@@ -281,6 +282,10 @@ mod tests {
     fn sizes_without_a_hadamard_form_are_named() {
         assert_eq!([64, 80, 96, 112, 192, 1536].map(hadamard_order), [1, 20, 12, 28, 12, 12].map(Some));
         assert_eq!([0, 36, 72, 100, 120, 144, 288, 576].map(hadamard_order), [None; 8]);
+        // Shorter ones are refused: the transform would leave them as they are, halved.
+        for dim in 0..8 {
+            assert!(Rotation::hadamard(dim, 1).is_none(), "{dim}");
+        }
     }
 
     #[test]

@@ -6,6 +6,8 @@
 mod cost;
 mod text;
 
+pub(crate) use cost::Budget;
+
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -85,10 +87,12 @@ pub enum ScaleRule {
 /// How a scale is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleFormat {
-    /// IEEE half float.
+    /// IEEE half float; the sign bit marks scales that are no normal half float, in a form of their own, see [`crate::scale`].
     F16,
-    /// Eight bits of log2.
+    /// Eight bits of log2 from 2^-10 to 2^9.46: what files of format version 1 hold.
     Log8,
+    /// Eight bits of log2 from 2^-29 to 2^18.6, with the steps of `log8` between 2^-6 and 2^5 and coarse ones outside.
+    Wide8,
 }
 
 /// What is stored of the quantization residual.
@@ -216,7 +220,21 @@ impl CodecSpec {
                 let fits: Vec<u16> =
                     [32u16, 64, 128].into_iter().filter(|&g| !per_token || d % g as usize == 0).collect();
                 if !fits.contains(&group) || (!per_token && (2 * d) % group as usize != 0) {
-                    return no("group", group.to_string(), format!("head_dim {d} takes {fits:?}"));
+                    let takes = match (per_token, fits.is_empty()) {
+                        (true, true) => "none of the groups of mlx-lm".into(),
+                        (true, false) => format!("{fits:?}"),
+                        (false, _) => "32, 64 or 128 that divide twice its channels".to_string(),
+                    };
+                    return no("group", group.to_string(), format!("head_dim {d} takes {takes}"));
+                }
+                if !per_token && d * usize::from(self.bits) % 32 != 0 {
+                    let reason = format!(
+                        "{} at {} bits fills whole words only with multiples of {}",
+                        self.grid,
+                        self.bits,
+                        32 >> self.bits.trailing_zeros()
+                    );
+                    return no("head_dim", d.to_string(), reason);
                 }
                 if outliers > 0 || self.residual != Residual::None {
                     return no(
@@ -264,7 +282,9 @@ mod tests {
                     [ScaleRule::Plain, ScaleRule::Matched, ScaleRule::Unbiased, ScaleRule::LeastSquares]
                 {
                     for residual in [Residual::None, Residual::Qjl { projections: 64, rounds: 2 }] {
-                        for (outliers, format) in [(0, ScaleFormat::F16), (32, ScaleFormat::Log8)] {
+                        for (outliers, format) in
+                            [(0, ScaleFormat::F16), (32, ScaleFormat::Log8), (64, ScaleFormat::Wide8)]
+                        {
                             let base = CodecSpec::new(128, 3, grid);
                             let spec =
                                 CodecSpec { rotation, scale, residual, outliers, format, seed: 9, ..base };

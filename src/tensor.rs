@@ -196,20 +196,22 @@ impl Tensor {
         }
     }
 
-    /// A float tensor of `shape` from f32 values; half types saturate at their largest finite value, NaN stays NaN.
+    /// A float tensor of `shape` from f32 values. Finite values beyond a half type become its largest finite value; NaN and infinities
+    /// stay what they are.
     ///
     /// # Errors
     /// [`Error::Shape`] if the number of elements is not the product of `shape`.
     pub fn from_f32(dtype: Dtype, shape: &[usize], values: Vec<f32>) -> Result<Tensor> {
+        let within = |x: f32, top: f32| if x.is_infinite() { x } else { x.clamp(-top, top) };
         match dtype {
             Dtype::F32 => Tensor::new(shape, values),
             Dtype::F16 => {
                 let top = f16::MAX.to_f32();
-                Tensor::new(shape, values.into_iter().map(|x| f16::from_f32(x.clamp(-top, top))).collect())
+                Tensor::new(shape, values.into_iter().map(|x| f16::from_f32(within(x, top))).collect())
             }
             Dtype::BF16 => {
                 let top = bf16::MAX.to_f32();
-                Tensor::new(shape, values.into_iter().map(|x| bf16::from_f32(x.clamp(-top, top))).collect())
+                Tensor::new(shape, values.into_iter().map(|x| bf16::from_f32(within(x, top))).collect())
             }
         }
     }

@@ -121,7 +121,7 @@ fn attention_equals_attention_on_what_is_fetched<E: Engine + Clone>(engine: &E, 
             let mut cache = cache(engine, recipe, d);
             let put = |x: &Tensor| engine.put(x).unwrap();
             cache.update_and_fetch(&put(&s.k), &put(&s.v)).unwrap();
-            for l in [1, 4] {
+            for l in [1, 4].into_iter().filter(|l| *l <= t) {
                 let q = gauss(&[b, h * rep, l, d], 9);
                 let rules = Rules { exact: true, ..Rules::causal(0.125) };
                 let out = engine.get(&cache.attend(&put(&q), &rules).unwrap()).unwrap();
@@ -364,7 +364,7 @@ fn dtypes_are_kept_and_misfits_leave_the_cache_alone() {
         assert!(matches!(cache.update_and_fetch(&words, &words), Err(Error::Dtype { .. })));
         assert_eq!(cache.fetch().unwrap(), before);
     }
-    let shape = LayerShape { key_dim: 40, value_dim: 40 };
+    let shape = LayerShape { key_dim: 41, value_dim: 40 };
     assert!(matches!(
         LayerCache::new(Cpu, &"best".parse().unwrap(), 0, shape),
         Err(Error::Unsupported { .. })

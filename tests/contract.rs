@@ -12,7 +12,7 @@ use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 
 const RECIPES: [&str; 6] = [
-    "key=d128:b3:equalised:hadamard:trellis10:unbiased:log8,value=exact,sinks=4,window=32",
+    "key=d128:b3:equalised:hadamard:trellis10:unbiased:wide8,value=exact,sinks=4,window=32",
     "best@4/4",
     "best@2.5/16,window=32",
     "turboquant-prod@4/4,window=16",
@@ -113,7 +113,7 @@ fn states<E: Engine + Clone>(engine: &E) -> [State<E::Tensor>; 2] {
     let (k, v) = (keys(&[1, 2, 500, 64], 1), gauss(&[1, 2, 500, 64], 2));
     ["progressive:128=4/4,rest=3/2", "none"].map(|policy| {
         let recipe =
-            "centred,key=d64:b4+16:equalised:hadamard:lloyd,value=d64:b4:hadamard:lloyd,sinks=4,window=32";
+            "key=d64:b4+16:equalised:hadamard:lloyd,value=d64:b4:hadamard:lloyd,centred,sinks=4,window=32";
         let cache = cache(engine, recipe, 64).with_tiers(&policy.parse().unwrap(), 4);
         let mut cache = cache.unwrap();
         cache.append(&engine.put(&k).unwrap(), &engine.put(&v).unwrap()).unwrap();
@@ -162,7 +162,7 @@ fn false_tables_are_refused<E: Engine + Clone>(engine: &E) {
             // Another dtype of the right shape.
             let mut bad = good.clone();
             let zeros = Tensor::new(
-                &engine.get(&good.arrays[name]).unwrap().shape().to_vec(),
+                engine.get(&good.arrays[name]).unwrap().shape(),
                 vec![0i32; engine.get(&good.arrays[name]).unwrap().len()],
             );
             bad.arrays.insert(name.into(), engine.put(&zeros.unwrap()).unwrap());
@@ -210,7 +210,7 @@ fn positions_of_a_state_that_do_not_add_up_are_refused() {
             let bad = State { meta: state.meta.replacen(from, to, 1), ..state.clone() };
             let made = LayerCache::from_state(Cpu, &bad);
             assert!(
-                matches!(made, Err(Error::Parse { .. } | Error::CodecMismatch { .. })),
+                matches!(made, Err(Error::Parse { .. } | Error::CodecMismatch { .. } | Error::Shape { .. })),
                 "{from} to {to}: {made:?}"
             );
         }

@@ -547,7 +547,7 @@ fn nan_and_infinity_are_refused_by_name() {
             for (k, v, name) in [(&y, &x, "layer 1 keys"), (&x, &y, "layer 1 values")] {
                 match compressor.compress([(&x, &x), (k, v)]) {
                     Err(Error::NonFinite { what, index: 100, value }) => {
-                        assert_eq!(what, name);
+                        assert!(what.starts_with(name) && what.contains(", head 0, token "), "{what}");
                         assert!(value == bad || (value.is_nan() && bad.is_nan()));
                     }
                     other => panic!("{name}: {other:?}"),
@@ -566,8 +566,7 @@ fn a_row_that_is_not_finite_decodes_to_nan_and_spoils_no_other() {
             let mut x = good.to_f32().unwrap();
             x[2 * 64 + 7] = bad;
             let got = through(spec, &tensor(&[1, 1, 5, 64], x));
-            // A rotation spreads it over its block, affine groups keep it to one; every spec shows it.
-            assert!(got[2 * 64..3 * 64].iter().any(|x| x.is_nan()), "{spec}: {bad} vanished");
+            assert!(got[2 * 64..3 * 64].iter().all(|x| x.is_nan()), "{spec}: {bad} vanished");
             for t in [0, 1, 3, 4] {
                 assert_eq!(got[t * 64..][..64], want[t * 64..][..64], "{spec}: row {t} beside {bad}");
             }
@@ -576,12 +575,12 @@ fn a_row_that_is_not_finite_decodes_to_nan_and_spoils_no_other() {
 }
 
 #[test]
-fn norms_beyond_half_precision_saturate() {
-    for (format, top) in [(ScaleFormat::F16, 65504.0), (ScaleFormat::Log8, 704.6)] {
+fn norms_beyond_eight_bits_of_a_scale_saturate() {
+    for (format, top) in [(ScaleFormat::Wide8, 416_128.0), (ScaleFormat::Log8, 704.6)] {
         for dtype in [Dtype::F32, Dtype::BF16] {
             let spec = CodecSpec { format, ..CodecSpec::new(64, 4, Grid::Lloyd) };
             let x = gauss(&[1, 1, 4, 64], 22).to_f32().unwrap();
-            // The last row is a million times louder than a half float can say.
+            // The last row is louder than the format can say.
             let loud: Vec<f32> =
                 x.iter().enumerate().map(|(i, x)| if i < 192 { *x } else { x * 1e10 }).collect();
             let make = |x: Vec<f32>| Tensor::from_f32(dtype, &[1, 1, 4, 64], x).unwrap();

@@ -44,6 +44,7 @@ const RESERVED: [(&[&str], &[&str]); 5] = [
         &[
             "kernels",
             "mlx_ops",
+            "serve/trim",
             "cpu/simd",
             "cpu/simd/avx2",
             "cpu/simd/avx512",

@@ -246,7 +246,7 @@ fn trellis_codes_take_up_the_rounding_of_the_scale() {
     let flat = x.to_f32().unwrap();
     let norm = |row: &[f32]| row.iter().map(|x| f64::from(x * x)).sum::<f64>().sqrt();
     let off = |grid| {
-        let spec = CodecSpec { format: ScaleFormat::Log8, ..CodecSpec::new(64, 4, grid) };
+        let spec = CodecSpec { format: ScaleFormat::Wide8, ..CodecSpec::new(64, 4, grid) };
         let y = through(spec, &x);
         let rows = flat.chunks_exact(64).zip(y.chunks_exact(64));
         (rows.map(|(x, y)| (norm(y) / norm(x) - 1.0).powi(2)).sum::<f64>() / 4096.0).sqrt()
@@ -273,7 +273,7 @@ fn a_scale_in_eight_bits_costs_what_is_said() {
             flat.chunks_exact(64).zip(y.chunks_exact(64)).map(|(a, b)| relative_mse(a, b)).sum::<f64>()
                 / 4096.0
         };
-        error(spec(ScaleFormat::Log8)) - error(spec(ScaleFormat::F16))
+        error(spec(ScaleFormat::Wide8)) - error(spec(ScaleFormat::F16))
     };
     for bits in [3, 4, 8] {
         near(added(bits), 2.4e-4, 0.06, &format!("log scale at {bits} bits"));

@@ -255,7 +255,7 @@ fn held_is_reported<E: Engine + Clone>(
         let kind = call(&mut cache, i);
         let (held, reported) = (live(&cache) - before, cache.nbytes());
         let what = format!("{recipe}, {policy}, call {i} of kind {kind}, {} tokens", cache.len());
-        println!("{what}: {held} {reported} {}", held as i64 - reported as i64);
+
         assert!(held.abs_diff(reported) < slack, "{what}: {held} bytes held, {reported} reported");
     }
 }
@@ -263,6 +263,8 @@ fn held_is_reported<E: Engine + Clone>(
 #[test]
 fn any_calls_hold_what_is_reported() {
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    // Every worker keeps the buffers that it attends with.
+    let slack = (24 << 10) + (20 << 10) * std::thread::available_parallelism().map_or(1, |n| n.get());
     for (recipe, policy) in [
         ("best@4,sinks=4,window=32", "none"),
         ("kivi@2/2,sinks=0,window=0", "none"),
@@ -272,7 +274,7 @@ fn any_calls_hold_what_is_reported() {
         ("turboquant-mse@4/4,window=16", "progressive:1024=4/4,rest=drop"),
     ] {
         let live = |_: &LayerCache<turbomoq::cpu::Cpu>| LIVE.load(Relaxed);
-        held_is_reported(&turbomoq::cpu::Cpu, recipe, policy, 25, 24 << 10, live);
+        held_is_reported(&turbomoq::cpu::Cpu, recipe, policy, 25, slack, live);
     }
 }
 
@@ -288,7 +290,7 @@ fn bytes_of_a_strided_view_take_one_allocation() {
         assert_eq!(bytes.len(), view.nbytes());
         assert!(calls < 10, "{calls} allocations for {:?}", view.shape());
         assert_eq!(
-            bytemuck::cast_slice::<u8, half::f16>(&bytes.to_vec()),
+            bytemuck::pod_collect_to_vec::<u8, half::f16>(&bytes),
             view.to_vec::<half::f16>().unwrap()
         );
     }

@@ -81,13 +81,14 @@ fn files_with_packed_layers_are_carried_between_layouts_and_unpacked() {
             let cache = PromptCache::read(at(name)).unwrap();
             assert_eq!(cache.layout, *made);
             assert!(cache.layers.iter().any(Layer::is_packed));
-            // As an archive has it: packed layers pass through.
+            // A compressed file has them as they are.
             let compressor = Compressor::new("best@4".parse().unwrap());
-            let archive = Archive::compress(&cache, &compressor, || {}).unwrap();
-            archive.write(at("passed.tmq")).unwrap();
-            let passed = Archive::read(at("passed.tmq")).unwrap().restore(&compressor, || {}).unwrap();
-            let packed = |c: &PromptCache| c.layers.iter().filter(|l| l.is_packed()).cloned().collect::<Vec<_>>();
-            assert_eq!(packed(&passed), packed(&cache));
+            for layer in cache.layers.iter().filter(|layer| matches!(layer, Layer::Opaque { .. })) {
+                let one = PromptCache { layers: vec![layer.clone()], ..cache.clone() };
+                Archive::compress(&one, &compressor, || {}).unwrap().write(at("passed.tmq")).unwrap();
+                let passed = Archive::read(at("passed.tmq")).unwrap().restore(&compressor, || {}).unwrap();
+                assert_eq!(passed.layers, one.layers);
+            }
             let offsets: Vec<_> = cache.layers.iter().map(Layer::offset).collect();
             assert_eq!(offsets[0], Some(if name.starts_with("full") { 700 } else { 0 }));
         }
@@ -126,7 +127,9 @@ fn damaged_packed_layers_are_refused(path: &Path) {
         refused(flat, name);
     }
     for side in ["0.0", "1.0"] {
-        for (at, value) in [(0, 1), (0, 3), (1, -1), (1, 9), (5, 7), (6, 0), (6, 96), (7, 2), (7, 9), (8, 0), (9, 511)] {
+        for (at, value) in
+            [(0, 1), (0, 3), (1, -1), (1, 9), (5, 7), (6, 0), (6, 96), (7, 2), (7, 9), (8, 0), (9, 511)]
+        {
             let mut other = tensors.clone();
             let header = other.get_mut(side).unwrap();
             header.bytes[4 * at..4 * at + 4].copy_from_slice(&i32::to_le_bytes(value));

@@ -6,7 +6,7 @@
 mod common;
 
 use common::python::{check, pythons};
-use common::server::Running;
+use common::server::{PROGRAM, Running};
 use turbomoq::Compressor;
 use turbomoq::archive::Archive;
 use turbomoq::prompt_cache::PromptCache;
@@ -38,5 +38,14 @@ fn a_resumed_cache_goes_on_as_a_saved_one() {
         restored.write(folder.path().join("restored.safetensors"), layout).unwrap();
         check(&python, "pool.py", &[&"go_on", &folder.path(), &folder.path()]);
         server.terminate();
+    }
+}
+
+#[test]
+fn a_pool_outlives_its_server_and_an_interrupted_call() {
+    let Some(pythons) = pythons() else { return };
+    for (python, _) in pythons {
+        let folder = tempfile::tempdir().unwrap();
+        check(&python, "pool.py", &[&"ends", &folder.path(), &PROGRAM]);
     }
 }

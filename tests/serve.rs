@@ -57,6 +57,21 @@ fn entries(folder: &Path) -> Vec<String> {
 }
 
 #[test]
+fn layers_at_different_tokens_are_parked_only_if_that_is_meant() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Running::start(folder.path(), "64MiB", RECIPE, false);
+    let mut client = server.client();
+    let mut uneven = cache(1, 100);
+    uneven.layers[1] = cache(1, 99).layers[1].clone();
+    let refused = client.park("a", "", 1.0, &uneven).unwrap_err().to_string();
+    assert!(refused.contains("100") && refused.contains("99"), "{refused}");
+    uneven.write(client.folder().join("x"), Layout::V032).unwrap();
+    let (id, segment, kind) = ("a".into(), "x".into(), String::new());
+    client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None, uneven: true }).unwrap();
+    assert_eq!(client.resume("a").unwrap().layers.len(), 2);
+}
+
+#[test]
 fn caches_come_back_and_keep_their_codes() {
     let folder = tempfile::tempdir().unwrap();
     let server = Running::start(folder.path(), "8MiB", RECIPE, false);
@@ -170,7 +185,8 @@ fn bad_clients_harm_nobody() {
     for (name, bytes) in [("empty", vec![]), ("lies", [&u64::MAX.to_le_bytes()[..], b"{}"].concat())] {
         std::fs::write(client.folder().join(name), bytes).unwrap();
         let (id, segment, kind) = ("a".into(), name.into(), String::new());
-        let refused = client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None });
+        let refused =
+            client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None, uneven: false });
         assert!(matches!(&refused, Err(Error::Refused { code, .. }) if code == "format"), "{refused:?}");
     }
     assert!(client.park("a", "", 1.0, &cache(3, 100)).is_ok());
@@ -318,7 +334,7 @@ fn a_refused_park_or_fork_leaves_agents_as_they_were() {
         cache(4, 10).write(client.folder().join("p"), Layout::V032).unwrap();
         let recipe = Some(recipe.to_string());
         let (id, segment, kind) = ("dear".into(), "p".into(), String::new());
-        match client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe }) {
+        match client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe, uneven: false }) {
             Err(Error::Refused { code, message }) => (code, message),
             other => panic!("{other:?}"),
         }
@@ -326,4 +342,56 @@ fn a_refused_park_or_fork_leaves_agents_as_they_were() {
     for recipe in ["key=d128:b1:identity:uniform:qjl512x8,value=exact", "key=d8192:dense,value=exact"] {
         assert_eq!(park(recipe, &mut client).0, "unsupported", "{recipe}");
     }
+}
+
+/// A line of /proc/PID/status in bytes.
+#[cfg(target_os = "linux")]
+fn memory(server: &Running, name: &str) -> i64 {
+    let text = std::fs::read_to_string(format!("/proc/{}/status", server.child.id())).unwrap();
+    let line = text.lines().find(|line| line.starts_with(name)).unwrap();
+    line.split_whitespace().nth(1).unwrap().parse::<i64>().unwrap() * 1024
+}
+
+#[cfg(target_os = "linux")]
+#[test]
+fn a_park_or_resume_holds_two_layers_dense_at_most_and_gives_back_what_is_free() {
+    const LAYERS: usize = 24;
+    const MIB: i64 = 1 << 20;
+    let rows = |stream: u64| {
+        let mut rng = Rng::new(9, stream);
+        let data = (0..2048 * 256).map(|_| half::f16::from_f64(rng.normal())).collect();
+        Tensor::new(&[1, 4, 2048, 64], data).unwrap()
+    };
+    let kv = Pair { keys: rows(0), values: rows(1) };
+    let layer = Layer::Kv { class: KvClass::Kv, kv: Some(kv) };
+    let large = PromptCache { layout: Layout::V032, metadata: BTreeMap::new(), layers: vec![layer; LAYERS] };
+    let dense_layer = 2 * MIB;
+    let folder = tempfile::tempdir().unwrap();
+    let server = Running::start(folder.path(), "1GiB", "uniform@4", true);
+    let mut client = server.client();
+    // Threads and tables come with the first caches.
+    let small = PromptCache { layers: large.layers[..2].to_vec(), ..large.clone() };
+    for id in ["x", "y"] {
+        client.park(id, "", 1.0, &small).unwrap();
+        client.resume(id).unwrap();
+    }
+    client.call(&Request::Spill { id: "x".into() }).unwrap();
+    // All layers are alike, so that the pool holds one of them and what is above that is the server's own.
+    let slack = 3 * MIB;
+    let mut step = |what: &str, packed: i64, request: &mut dyn FnMut(&mut Client)| {
+        let idle = memory(&server, "VmRSS");
+        std::fs::write(format!("/proc/{}/clear_refs", server.child.id()), "5").unwrap();
+        request(&mut client);
+        let (peak, after) = (memory(&server, "VmHWM") - idle, memory(&server, "VmRSS") - idle);
+        println!("{what}: {peak} at its peak, {after} after it");
+        assert!(peak <= packed + 2 * dense_layer + slack, "{what}: {peak} bytes at its peak");
+        assert!(after <= slack, "{what}: {after} bytes stay");
+    };
+    // The blocks of a park are there before those that are equal are found in the pool.
+    let packed = LAYERS as i64 * dense_layer * 9 / 32;
+    step("park", packed, &mut |client| drop(client.park("a", "", 1.0, &large).unwrap()));
+    step("park again", packed, &mut |client| drop(client.park("a", "", 1.0, &large).unwrap()));
+    step("resume", 0, &mut |client| drop(client.resume("a").unwrap()));
+    step("spill", 0, &mut |client| drop(client.call(&Request::Spill { id: "a".into() }).unwrap()));
+    assert_eq!(client.resume("a").unwrap().layers.len(), LAYERS);
 }

@@ -15,7 +15,7 @@ use turbomoq::policy::TierPolicy;
 #[derive(Clone, Debug)]
 pub enum Kv {
     Float,
-    Packed { name: String, recipe: Recipe, policy: TierPolicy },
+    Packed { name: String, recipe: Box<Recipe>, policy: TierPolicy },
 }
 
 /// One cache, or those of a file.
@@ -71,7 +71,7 @@ impl fmt::Display for Kv {
 impl Kv {
     fn packed(name: &str, text: &str) -> Result<Kv, turbomoq::Error> {
         let (recipe, policy) = text.split_once('|').unwrap_or((text, "none"));
-        Ok(Kv::Packed { name: name.into(), recipe: recipe.parse()?, policy: policy.parse()? })
+        Ok(Kv::Packed { name: name.into(), recipe: Box::new(recipe.parse()?), policy: policy.parse()? })
     }
 
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.

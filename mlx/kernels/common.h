@@ -151,12 +151,32 @@ struct TmLevels<TM_EXACT, BITS, DIM, PER> {
   }
 };
 
-// A scale from its stored form.
-TM_INLINE float tm_scale(tm_half stored) { return float(stored); }
+// An element of an output: finite values beyond a half type become its largest finite value.
+template <typename T>
+struct TmOut {
+  static TM_INLINE T of(float x) { return T(x); }
+};
 
+template <>
+struct TmOut<tm_half> {
+  static TM_INLINE tm_half of(float x) {
+    const bool infinite = x == TM_INF || x == -TM_INF;
+    const float low = x < -65504.0f ? -65504.0f : x;
+    return tm_half(infinite ? x : low > 65504.0f ? 65504.0f : low);
+  }
+};
+
+// A scale from its stored form: a half float, or with the sign bit set the top of a float whose exponent is 64 higher.
+TM_INLINE float tm_scale(tm_half stored) {
+  const float value = float(stored);
+  return value < 0.0f ? tm_float_of(((tm_half_bits(stored) & 0x7fffu) << 15) + 0x20000000u) : value;
+}
+
+// Eight bits: `wide8` of src/scale.rs, 13 steps an octave from 2^-6 to 2^5 and 3 outside.
 TM_INLINE float tm_scale(uint8_t code) {
-  const float value = tm_exp2((float(code) - 1.0f) / 13.0f - 10.0f);
-  return code == 0 ? 0.0f : code == 255 ? TM_NAN : value;
+  const float at = float(code);
+  const float log = at < 70.0f ? (at - 70.0f) / 3.0f - 6.0f : at > 213.0f ? (at - 213.0f) / 3.0f + 5.0f : (at - 70.0f) / 13.0f - 6.0f;
+  return code == 0 ? 0.0f : code == 255 ? TM_NAN : tm_exp2(log);
 }
 
 // The factor of the levels of a row: its scale, in steps for a uniform grid.
@@ -168,12 +188,17 @@ TM_INLINE float tm_factor(S scales, tm_index at, T table) {
 }
 
 TM_INLINE void tm_put_scale(TM_OUT(tm_half) to, tm_index at, float scale) {
-  const float low = scale < -65504.0f ? -65504.0f : scale;
-  to[at] = tm_half(low > 65504.0f ? 65504.0f : low);
+  const uint bits = tm_bits_of(scale);
+  const uint rounded = bits + 0x3fffu + (bits >> 15 & 1u);
+  const uint top = rounded < 0x20000000u ? 0u : (rounded - 0x20000000u) >> 15;
+  const uint wide = top == 0u ? 0u : 0x8000u | (top < 0x7bffu ? top : 0x7bffu);
+  const bool beyond = scale < 1.0f / 16384.0f || scale > 65504.0f;
+  to[at] = beyond ? tm_half_of(wide) : tm_half(scale);
 }
 
 TM_INLINE uint8_t tm_log_code(float scale) {
-  const float position = (tm_log2(scale > 0.0f ? scale : 0.0f) + 10.0f) * 13.0f + 1.0f;
+  const float log = tm_log2(scale > 0.0f ? scale : 0.0f);
+  const float position = log < -6.0f ? 70.0f + (log + 6.0f) * 3.0f : log > 5.0f ? 213.0f + (log - 5.0f) * 3.0f : 70.0f + (log + 6.0f) * 13.0f;
   const float rounded = tm_floor(position + 0.5f);
   const float code = position < 0.5f ? 0.0f : rounded < 254.0f ? rounded : 254.0f;
   return scale != scale ? uint8_t(255) : uint8_t(code);
@@ -181,12 +206,18 @@ TM_INLINE uint8_t tm_log_code(float scale) {
 
 TM_INLINE void tm_put_scale(TM_OUT(uint8_t) to, tm_index at, float scale) { to[at] = tm_log_code(scale); }
 
-// What coordinates are multiplied by so that the scale that is expected of them is one that a code stands for.
+// What coordinates are multiplied by so that the scale that is expected of them is one that a code stands for: on a trellis always,
+// on a scalar grid where the steps are coarse.
 TM_INLINE float tm_snap(TM_OUT(tm_half), float) { return 1.0f; }
 
 TM_INLINE float tm_snap(TM_OUT(uint8_t), float expected) {
   const float snap = expected / tm_scale(tm_log_code(expected));
-  return snap >= 0.97f && snap < 1.03f ? snap : 1.0f;
+  return snap >= 0.89f && snap < 1.123f ? snap : 1.0f;
+}
+
+template <typename P>
+TM_INLINE float tm_snap_coarse(P scales, float expected) {
+  return expected >= 1.0f / 64.0f && expected <= 32.0f ? 1.0f : tm_snap(scales, expected);
 }
 
 // The scale of a row from |y|^2, <c, y> and |c|^2; the row is neither zero nor infinite.

@@ -25,6 +25,11 @@ typedef unsigned int uint;
 typedef long long tm_index;
 typedef __half tm_half;
 
+#define tm_bits_of(x) __float_as_uint(x)
+#define tm_float_of(bits) __uint_as_float(bits)
+#define tm_half_bits(h) uint(__half_as_ushort(h))
+#define tm_half_of(bits) __ushort_as_half((unsigned short)(bits))
+
 // The names under which Metal declares thread indices.
 #define thread_position_in_threadgroup threadIdx
 #define threadgroup_position_in_grid blockIdx

@@ -49,6 +49,11 @@ inline uint32_t to_bits(float x) {
 struct Half {
   uint16_t bits;
   Half() = default;
+  static Half of(uint16_t bits) {
+    Half half;
+    half.bits = bits;
+    return half;
+  }
   explicit Half(float x) {
     const uint32_t b = to_bits(x), sign = b >> 16 & 0x8000, rest = b & 0x7fffffff;
     if (rest > 0x7f800000) {
@@ -376,6 +381,11 @@ typedef host::Half tm_half;
 #define tm_tanh(x) std::tanh(x)
 #define tm_rint(x) std::nearbyint(x)
 #define tm_floor(x) std::floor(x)
+
+#define tm_bits_of(x) host::to_bits(x)
+#define tm_float_of(bits) host::from_bits(bits)
+#define tm_half_bits(h) uint((h).bits)
+#define tm_half_of(code) host::Half::of(uint16_t(code))
 
 #define tm_sum(x) host::from_bits(host::Machine::get().across(host::Op::sum, host::pack(float(x)), 0, __LINE__))
 #define tm_max(x) host::from_bits(host::Machine::get().across(host::Op::max, host::pack(float(x)), 0, __LINE__))

@@ -33,3 +33,8 @@
 
 typedef long tm_index;
 typedef half tm_half;
+
+#define tm_bits_of(x) as_type<uint>(float(x))
+#define tm_float_of(bits) as_type<float>(uint(bits))
+#define tm_half_bits(h) uint(as_type<ushort>(h))
+#define tm_half_of(bits) as_type<half>(ushort(bits))

@@ -2,13 +2,14 @@
 //!
 //! A file is written beside its place, flushed and renamed, so it is whole or not there. At the start the newest version of every
 //! agent counts; older ones and unfinished files are removed, one that was renamed gets its name back, and one that cannot be read is
-//! set aside under another name.
+//! set aside under another name. Files that are not spilled caches may lie in the folder and stay as they are.
 
+use super::Archive;
 use super::manifest::Manifest;
-use super::{Archive, KEY};
 use crate::error::{Error, Result};
 use crate::files;
-use crate::pool::{Label, Spill};
+use crate::folders::HeldFolder;
+use crate::pool::{Label, Parcel, Spill};
 use crate::prompt_cache::Container;
 use std::collections::BTreeMap;
 use std::fs;
@@ -21,45 +22,78 @@ const LABEL: &str = "turbomoq.agent";
 /// A folder of compressed files for a [`crate::pool::MemoryPool`].
 #[derive(Debug)]
 pub struct SpillFolder {
-    folder: PathBuf,
-    /// Held as long as the folder is used.
-    _lock: fs::File,
+    folder: HeldFolder,
 }
 
 impl SpillFolder {
-    /// Takes a folder, which is made if it is not there.
+    /// Takes a folder, which is made if it is not there; one that is there must be this user's, and nobody else may write to it.
     ///
     /// # Errors
     /// [`Error::InUse`] if another process has it, [`Error::Io`].
-    pub fn open(folder: impl Into<PathBuf>) -> Result<SpillFolder> {
-        let folder = folder.into();
-        files::private_folder(&folder)?;
-        let lock = files::lock(&folder)?;
-        Ok(SpillFolder { folder, _lock: lock })
+    pub fn open(folder: impl AsRef<Path>) -> Result<SpillFolder> {
+        Ok(SpillFolder { folder: HeldFolder::take(folder.as_ref())? })
     }
 
     fn path(&self, label: &Label) -> PathBuf {
         // Versions differ between all caches of a pool, so a name that two agents share does no harm.
-        self.folder.join(format!("{:016x}-{}.tmq", files::stable_hash(label.id.as_bytes()), label.version))
+        self.folder.path().join(format!(
+            "{:016x}-{}.tmq",
+            files::stable_hash(label.id.as_bytes()),
+            label.version
+        ))
+    }
+
+    /// Writes the file of a cache; on an error there is none.
+    fn write(&self, label: &Label, write: impl FnOnce(&Path) -> Result<u64>) -> Result<u64> {
+        self.folder.check()?;
+        let path = self.path(label);
+        let saved = write(&path);
+        if saved.is_err() {
+            // It may be in its place already, if only its folder could not be flushed.
+            drop(fs::remove_file(&path));
+        }
+        saved
+    }
+
+    /// Metadata of a cache with the label among it.
+    fn labelled(
+        &self,
+        label: &Label,
+        metadata: &BTreeMap<String, String>,
+    ) -> Result<BTreeMap<String, String>> {
+        let text = serde_json::to_string(label)
+            .map_err(|e| Error::Format { path: self.path(label), detail: e.to_string() })?;
+        let mut metadata = metadata.clone();
+        metadata.insert(LABEL.into(), text);
+        Ok(metadata)
     }
 }
 
+/// Whether a name is one that [`SpillFolder::path`] gives. Other files in the folder are none of our business.
+fn is_ours(name: &str) -> bool {
+    let parts = name.strip_suffix(".tmq").and_then(|stem| stem.split_once('-'));
+    parts.is_some_and(|(hash, version)| {
+        let hex = |c: char| matches!(c, '0'..='9' | 'a'..='f');
+        hash.len() == 16 && hash.chars().all(hex) && version.parse::<u64>().is_ok()
+    })
+}
+
 fn label_of(path: &Path) -> Result<Label> {
-    let file = Container::open(path)?;
-    let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
-    let manifest: Manifest = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
+    let mut file = Container::open(path)?;
+    let manifest = Manifest::read(&mut file, true)?;
     let text = manifest.metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
     serde_json::from_str(text).map_err(|e| file.bad(format!("agent: {e}")))
 }
 
 impl Spill<Archive> for SpillFolder {
     fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
-        let path = self.path(label);
-        let text = serde_json::to_string(label)
-            .map_err(|e| Error::Format { path: path.clone(), detail: e.to_string() })?;
-        let mut labelled = cache.clone();
-        labelled.metadata.insert(LABEL.into(), text);
-        labelled.write(&path)
+        let metadata = self.labelled(label, &cache.metadata)?;
+        self.write(label, |path| Archive { metadata, ..cache.clone() }.write(path))
+    }
+
+    fn save_parcel(&self, label: &Label, parcel: &Parcel<Archive>) -> Result<u64> {
+        let metadata = self.labelled(label, &parcel.rest().metadata)?;
+        self.write(label, |path| Archive::write_parcel(parcel, &metadata, path))
     }
 
     fn load(&self, label: &Label) -> Result<Archive> {
@@ -69,6 +103,7 @@ impl Spill<Archive> for SpillFolder {
     }
 
     fn remove(&self, label: &Label) -> Result<()> {
+        self.folder.check()?;
         let path = self.path(label);
         match fs::remove_file(&path) {
             Err(source) if source.kind() != std::io::ErrorKind::NotFound => Err(Error::Io { path, source }),
@@ -84,12 +119,16 @@ impl Spill<Archive> for SpillFolder {
         let remove = |path: &Path| fs::remove_file(path).map_err(io(path));
         let mut newest: BTreeMap<String, (Label, u64, PathBuf)> = BTreeMap::new();
         // All names first: a file that gets another one here would be met twice.
-        let entries: Vec<_> = fs::read_dir(&self.folder).map_err(io(&self.folder))?.collect();
+        let folder = self.folder.path();
+        let entries: Vec<_> = fs::read_dir(folder).map_err(io(folder))?.collect();
         for entry in entries {
-            let entry = entry.map_err(io(&self.folder))?;
+            let entry = entry.map_err(io(folder))?;
             let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
             if name.starts_with(files::UNFINISHED) {
-                remove(&path)?;
+                // A command that writes into this folder is none of our business; what a dead one left is.
+                if fs::File::open(&path).is_ok_and(|file| file.try_lock().is_ok()) {
+                    remove(&path)?;
+                }
                 continue;
             }
             if !name.ends_with(".tmq") {
@@ -97,6 +136,7 @@ impl Spill<Archive> for SpillFolder {
             }
             let label = match label_of(&path) {
                 Ok(label) => label,
+                Err(_) if !is_ours(&name) => continue,
                 Err(error) => {
                     // Not `eprintln!`, which panics where standard error is closed.
                     let _ = writeln!(io::stderr(), "turbomoq: set aside: {error}");

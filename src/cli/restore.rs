@@ -24,6 +24,9 @@ pub struct Arguments {
     /// Make layers of class TurboMoqCache plain ones, which mlx-lm loads without turbomoq's package
     #[arg(long)]
     unpack: bool,
+    /// Do not compare checksums: what a damaged file still holds
+    #[arg(long)]
+    no_verify: bool,
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
@@ -55,8 +58,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let output =
         arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".restored.safetensors"));
     files::distinct(&arguments.input, &output)?;
-    let mut cache = match Archive::read(&arguments.input) {
-        Ok(archive) => arguments.engine.run(Unpack(&archive))?,
+    let read = if arguments.no_verify { Archive::read_unverified } else { Archive::read };
+    let mut cache = match read(&arguments.input) {
+        Ok(archive) => {
+            let mut cache = arguments.engine.run(Unpack(&archive))?;
+            archive.sign(&mut cache)?;
+            cache
+        }
         // The layers of a packed prompt cache only change the layout.
         Err(not_archive) => match PromptCache::read(&arguments.input) {
             Ok(cache) if cache.layers.iter().any(Layer::is_packed) => cache,
@@ -85,7 +93,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             cache.layers.len()
         );
         if packed > 0 {
-            println!(
+            say!(
                 "{packed} layers are packed: import turbomoq_mlx before mlx-lm loads them, or restore with --unpack"
             );
         }

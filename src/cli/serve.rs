@@ -5,13 +5,14 @@ use signal_hook::consts::{SIGINT, SIGTERM};
 use std::collections::BTreeMap;
 use std::io::Write;
 use std::path::PathBuf;
-use turbomoq::serve::{Options, Server, default_folder};
+use turbomoq::serve::{Options, PARKING, Server, default_folder};
 use turbomoq::{Error, Result};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
 pub struct Arguments {
-    /// Folder of the socket [default: $TURBOMOQ_FOLDER, else turbomoq in $XDG_RUNTIME_DIR, else /tmp/turbomoq-UID]
+    /// Folder of the socket, a new one or one of yours that nobody else may write to [default: $TURBOMOQ_FOLDER, else turbomoq in
+    /// $XDG_RUNTIME_DIR, else ~/Library/Caches/turbomoq on macOS, else /tmp/turbomoq-UID]
     #[arg(long)]
     folder: Option<PathBuf>,
     /// Bytes of all caches in memory, for example 8GiB
@@ -20,11 +21,11 @@ pub struct Arguments {
     /// Bytes of the caches of one type of agents, for example coding=2GiB
     #[arg(long, value_name = "TYPE=BYTES")]
     quota: Vec<String>,
-    /// Folder for caches that have to leave the memory; without it they are lost
+    /// Folder for caches that have to leave the memory, a new one or one of yours that nobody else may write to; without it they are lost
     #[arg(long)]
     spill: Option<PathBuf>,
-    /// How caches are packed if a client does not say
-    #[arg(long, default_value = "best")]
+    /// How caches are packed if a client does not say; a parked cache has no use for an exact window
+    #[arg(long, default_value = PARKING)]
     recipe: String,
     /// Caches packed or unpacked at a time [default: 2]
     #[arg(long, default_value_t = 2)]
@@ -48,11 +49,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         spill: arguments.spill.clone(),
         recipe: arguments.recipe.parse()?,
         jobs: arguments.jobs,
+        signals: vec![SIGTERM, SIGINT],
     };
     let folder = options.folder.clone();
-    let io = |source| Error::Io { path: folder.clone(), source };
-    // Signals wait from here on, so none can come between the start and the loop.
-    let mut signals = signal_hook::iterator::Signals::new([SIGTERM, SIGINT]).map_err(io)?;
+    // Whatever the server writes, wherever, is for this user alone.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(0o077));
     let server = Server::start(options)?;
     let on_disk = server.pool().stats().on_disk;
     // A server whose standard output is closed serves all the same.
@@ -62,11 +63,5 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         folder.display(),
         bytes(arguments.budget.0 as u64)
     );
-    let handle = signals.handle();
-    std::thread::scope(|scope| {
-        scope.spawn(|| signals.forever().take(1).for_each(|_| server.stop()));
-        let outcome = server.run();
-        handle.close();
-        outcome
-    })
+    server.run()
 }

@@ -6,7 +6,14 @@ use crate::frame::RowFrame;
 use crate::grid::{affine_quantize, affine_range};
 use crate::qjl::Qjl;
 use crate::rotation::dot;
-use crate::spec::{ScaleFormat, ScaleRule};
+use crate::spec::ScaleRule;
+use half::f16;
+
+/// The half float of an affine scale or bias, which has a sign of its own.
+#[inline(always)]
+fn half(x: f32) -> u16 {
+    f16::from_f32(x).to_bits()
+}
 
 impl BandGrid {
     /// Levels of packed codes; affine groups give their codes. `codes` is overwritten.
@@ -24,13 +31,13 @@ impl BandGrid {
 }
 
 impl Codec {
-    /// Packs one vector: `words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
+    /// Packs one vector: `row_words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
     #[inline(always)]
     pub fn encode_row(
         &self,
         frame: RowFrame,
         x: &[f32],
-        words: &mut [u32],
+        row_words: &mut [u32],
         scales: &mut [u16],
         scratch: &mut Scratch,
     ) {
@@ -41,25 +48,34 @@ impl Codec {
             let (y, c) = (&mut t[band.start..][..band.dim], &mut c[band.start..][..band.dim]);
             let (codes, spare) = (&mut codes[..band.dim], &mut spare[..band.dim]);
             band.rotation.forward(y, spare);
-            let words = &mut words[band.word..][..band.words];
+            let words = &mut row_words[band.word..][..band.words];
             if let BandGrid::Affine = band.grid {
+                if !dot(y, y).is_finite() {
+                    return self.encode_nan(row_words, scales);
+                }
                 self.encode_groups(y, scales, codes);
                 bits::pack(codes, band.bits, words);
                 continue;
             }
             let yy = dot(y, y);
-            if yy == 0.0 || !yy.is_finite() {
+            if !yy.is_finite() {
+                return self.encode_nan(row_words, scales);
+            }
+            if yy == 0.0 {
                 words.fill(0);
-                scales[i] = self.spec.format.code(if yy == 0.0 { 0.0 } else { f32::NAN });
+                scales[i] = self.spec.format.code(0.0);
                 // Nothing of such a band is left for the residual.
                 y.fill(0.0);
                 continue;
             }
             let rule = self.spec.scale;
-            let mut inverse = (band.dim as f32 / yy).sqrt();
-            if let BandGrid::Trellis(trellis) = &band.grid {
-                inverse *= self.spec.format.snap(rule.expected(yy, trellis.mse(), band.dim));
-            }
+            let snap = match &band.grid {
+                BandGrid::Trellis(trellis) => {
+                    self.spec.format.snap(rule.expected(yy, trellis.mse(), band.dim), true)
+                }
+                _ => self.spec.format.snap((yy / band.dim as f32).sqrt(), false),
+            };
+            let inverse = (band.dim as f32 / yy).sqrt() * snap;
             for (u, y) in spare.iter_mut().zip(y.iter()) {
                 *u = y * inverse;
             }
@@ -85,7 +101,7 @@ impl Codec {
         }
         if let Some(qjl) = &self.qjl {
             let per_round = qjl.projections() / 32;
-            for (r, signs) in words[sign_words..].chunks_exact_mut(per_round).enumerate() {
+            for (r, signs) in row_words[sign_words..].chunks_exact_mut(per_round).enumerate() {
                 qjl.signs(r, t, signs);
                 let code = self.spec.format.code(dot(t, t).sqrt());
                 scales[self.bands.len() + r] = code;
@@ -94,16 +110,25 @@ impl Codec {
         }
     }
 
+    /// The codes of a row that is not finite: every part of it decodes to NaN.
+    fn encode_nan(&self, words: &mut [u32], scales: &mut [u16]) {
+        words.fill(0);
+        scales.fill(if self.affine_group().is_some() {
+            half(f32::NAN)
+        } else {
+            self.spec.format.code(f32::NAN)
+        });
+    }
+
     #[inline(always)]
     fn encode_groups(&self, y: &[f32], scales: &mut [u16], codes: &mut [u8]) {
         let group = self.affine_group().expect("an affine codec");
         let groups = y.len() / group;
         for (g, (x, codes)) in y.chunks_exact(group).zip(codes.chunks_exact_mut(group)).enumerate() {
-            let finite = x.iter().fold(0, |top, x| (x.to_bits() & 0x7fff_ffff).max(top)) < 0x7f80_0000;
-            let (scale, bias) = if finite { affine_range(x, self.spec.bits) } else { (f32::NAN, f32::NAN) };
+            let (scale, bias) = affine_range(x, self.spec.bits);
             affine_quantize(x, scale, bias, self.spec.bits, codes);
-            scales[g] = ScaleFormat::F16.code(scale);
-            scales[groups + g] = ScaleFormat::F16.code(bias);
+            scales[g] = half(scale);
+            scales[groups + g] = half(bias);
         }
     }
 
@@ -230,7 +255,7 @@ impl Codec {
     #[inline(always)]
     fn affine_scales(&self, scales: &[u16], group: usize) -> (f32, f32) {
         let groups = scales.len() / 2;
-        (ScaleFormat::F16.value(scales[group]), ScaleFormat::F16.value(scales[groups + group]))
+        (f16::from_bits(scales[group]).to_f32(), f16::from_bits(scales[groups + group]).to_f32())
     }
 
     /// Takes a sum out of the rotated domain, once for any number of rows; `weights` is the sum of their weights.

@@ -15,6 +15,7 @@ use crate::error::Result;
 use crate::frame::RowFrame;
 use crate::spec::ScaleFormat;
 use crate::tensor::{Element, Tensor};
+use crate::tile;
 use half::{bf16, f16};
 use pulp::{Simd, WithSimd};
 use std::sync::Arc;
@@ -42,16 +43,16 @@ pub(super) enum Rows<'a> {
 /// Scales as they are stored.
 #[derive(Clone, Copy)]
 pub(super) enum Scales<'a> {
-    F16(&'a [f16]),
-    Log8(&'a [u8]),
+    Halves(&'a [f16]),
+    Bytes(&'a [u8]),
 }
 
 impl Scales<'_> {
     #[inline(always)]
     fn codes(self, from: usize, to: &mut [u16]) {
         match self {
-            Scales::F16(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = s.to_bits()),
-            Scales::Log8(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = u16::from(*s)),
+            Scales::Halves(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = s.to_bits()),
+            Scales::Bytes(s) => to.iter_mut().zip(&s[from..]).for_each(|(c, s)| *c = u16::from(*s)),
         }
     }
 }
@@ -89,8 +90,8 @@ impl Side {
             Source::Exact(t) => piece(t, head).map(Rows::F32),
             Source::Packed { codec, words, scales, .. } => {
                 let scales = match codec.format() {
-                    ScaleFormat::F16 => piece(scales, head).map(Scales::F16),
-                    ScaleFormat::Log8 => piece(scales, head).map(Scales::Log8),
+                    ScaleFormat::F16 => piece(scales, head).map(Scales::Halves),
+                    ScaleFormat::Log8 | ScaleFormat::Wide8 => piece(scales, head).map(Scales::Bytes),
                 };
                 piece(words, head).zip(scales).map(|(words, scales)| Rows::Packed {
                     codec,
@@ -285,10 +286,16 @@ fn picked<'a>(codec: &Codec, band: &Band, words: &'a [u32], picks: &'a [u32], di
 /// The scale of a band of each token.
 fn factors(codec: &Codec, scales: Scales, picks: &[u32], band: usize, factors: &mut [f32]) {
     let (format, each) = (codec.format(), codec.row_scales());
-    if let (Scales::F16(scales), 1, &[first, .., last]) = (scales, each, picks)
+    if let (Scales::Halves(scales), 1, &[first, .., last]) = (scales, each, picks)
         && (last - first) as usize + 1 == picks.len()
     {
-        return simd::halves(&scales[first as usize..=last as usize], &mut factors[..picks.len()]);
+        let (scales, factors) = (&scales[first as usize..=last as usize], &mut factors[..picks.len()]);
+        simd::halves(scales, factors);
+        // A sign marks what is no half float.
+        if factors.iter().any(|factor| *factor < 0.0) {
+            scales.iter().zip(factors).for_each(|(scale, factor)| *factor = format.value(scale.to_bits()));
+        }
+        return;
     }
     for (&pick, factor) in picks.iter().zip(factors) {
         let mut code = [0];
@@ -361,11 +368,17 @@ fn channels(each: &Each, channel: &Codec, padded: usize, codes: &mut [u16], out:
         let first = each.picks[done] as usize / group * group;
         let inside = each.picks[done..].iter().take_while(|&&p| (p as usize) < first + group).count();
         let words = each.rows(first, group, codes);
+        let bad = tile::take_marks(codes, group);
         for c in 0..d {
             let (words, scales) = (&words[c * w..][..w], &codes[c * s..][..s]);
             channel.decode_row(RowFrame::default(), words, scales, &mut run, &mut scratch);
             for (i, &pick) in each.picks[done..done + inside].iter().enumerate() {
                 out[(done + i) * padded + c] = run[pick as usize - first];
+            }
+        }
+        for (i, &pick) in each.picks[done..done + inside].iter().enumerate() {
+            if bad.as_ref().is_some_and(|bad| bad[pick as usize - first]) {
+                out[(done + i) * padded..][..d].fill(f32::NAN);
             }
         }
         done += inside;

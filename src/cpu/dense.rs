@@ -1,10 +1,11 @@
 //! Rows that are not packed one by one: tiles of channels, heads in one piece, and matrix products with dense keys and values.
 
-use super::rows::Tables;
+use super::rows::{Tables, scale_codes, scale_tensor};
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
 use crate::error::Result;
 use crate::tensor::{Element, Tensor};
+use crate::tile;
 use half::{bf16, f16};
 use ndarray::Axis;
 use std::sync::Arc;
@@ -23,7 +24,7 @@ pub(super) fn turn_back(x: &Tensor, group: usize, d: usize) -> Result<Tensor> {
 }
 
 /// Vectors [B, H, T, D] without their centres.
-pub(super) fn uncentred(x: &Tensor, tables: &Tables, dim: usize) -> Result<Tensor> {
+pub(super) fn uncentred(x: &Tensor, tables: &Tables, dim: usize) -> Result<Vec<f32>> {
     let (shape, mut rows) = (x.shape().to_vec(), x.to_f32()?);
     if tables.centred() {
         for (i, row) in rows.chunks_exact_mut(dim).enumerate() {
@@ -31,16 +32,22 @@ pub(super) fn uncentred(x: &Tensor, tables: &Tables, dim: usize) -> Result<Tenso
             row.iter_mut().zip(centre).for_each(|(x, c)| *x -= c);
         }
     }
-    Tensor::new(&shape, rows)
+    Ok(rows)
 }
 
-/// The codes of a channel-affine codec as codes of its channels.
-pub(super) fn channel_codes(codes: &Codes<Tensor>, channel: &Arc<Codec>) -> Result<Codes<Tensor>> {
+/// The codes of a channel-affine codec as codes of its channels, and for each tile which of its tokens are not finite, if any.
+pub(super) fn channel_codes(
+    codes: &Codes<Tensor>,
+    channel: &Arc<Codec>,
+) -> Result<(Codes<Tensor>, Vec<Option<Vec<bool>>>)> {
     let ([b, h, t], spec) = (codes.shape(), codes.codec().spec());
-    let rows = t / spec.tile() * spec.head_dim;
+    let (group, d) = (spec.tile(), spec.head_dim);
+    let rows = t / group * d;
     let words = codes.words().reshape(&[b, h, rows, channel.row_words()])?;
-    let scales = codes.scales().reshape(&[b, h, rows, channel.row_scales()])?;
-    Codes::new(channel.clone(), Frame::default(), words, scales)
+    let mut scales = scale_codes(codes)?;
+    let bad = scales.chunks_exact_mut(2 * d).map(|pairs| tile::take_marks(pairs, group)).collect();
+    let scales = scale_tensor(channel.format(), &[b, h, rows, channel.row_scales()], scales)?;
+    Ok((Codes::new(channel.clone(), Frame::default(), words, scales)?, bad))
 }
 
 /// The same elements with every head in one piece; shared where they are so already.

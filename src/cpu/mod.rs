@@ -23,6 +23,7 @@ use crate::engine::{Engine, check_vectors};
 use crate::error::{Error, Result};
 use crate::frame;
 use crate::tensor::{Dtype, Tensor};
+use crate::tile;
 use dense::{channel_codes, turn, turn_back, uncentred};
 pub use dense::{dense_scores, dense_sum};
 use half::{bf16, f16};
@@ -94,10 +95,15 @@ impl Engine for Cpu {
         let (words_shape, scales_shape) = ([b, h, t, codec.row_words()], [b, h, t, codec.row_scales()]);
         if let Some(channel) = codec.channel() {
             let (group, centred) = (codec.spec().tile(), Tables::new(&frame, d)?);
-            let turned = turn(&uncentred(x, &centred, d)?, group)?;
+            let mut rows = uncentred(x, &centred, d)?;
+            let bad: Vec<_> = rows.chunks_exact_mut(group * d).map(|rows| tile::leave_out(rows, d)).collect();
+            let turned = turn(&Tensor::new(x.shape(), rows)?, group)?;
             let inner = self.encode(channel, Frame::default(), &turned)?;
-            let (words, scales) =
-                (inner.words().reshape(&words_shape)?, inner.scales().reshape(&scales_shape)?);
+            let mut scales = scale_codes(&inner)?;
+            let pairs = scales.chunks_exact_mut(2 * d).zip(bad);
+            pairs.for_each(|(pairs, bad)| bad.into_iter().for_each(|bad| tile::mark(pairs, &bad)));
+            let words = inner.words().reshape(&words_shape)?;
+            let scales = scale_tensor(codec.format(), &scales_shape, scales)?;
             return Codes::new(codec.clone(), frame, words, scales);
         }
         let tables = Tables::new(&frame, d)?;
@@ -117,9 +123,13 @@ impl Engine for Cpu {
         let shape = [b, h, t, d];
         let tables = Tables::new(codes.frame(), d)?;
         if let Some(channel) = codec.channel() {
-            let inner = self.decode(&channel_codes(codes, channel)?, Dtype::F32)?;
-            let mut back = turn_back(&inner, codec.spec().tile(), d)?.to_f32()?;
+            let group = codec.spec().tile();
+            let (inner, bad) = channel_codes(codes, channel)?;
+            let mut back = turn_back(&self.decode(&inner, Dtype::F32)?, group, d)?.to_f32()?;
             for (i, row) in back.chunks_exact_mut(d).enumerate() {
+                if bad[i / group].as_ref().is_some_and(|bad| bad[i % group]) {
+                    row.fill(f32::NAN);
+                }
                 if let Some(centre) = tables.row(i / t.max(1)).centre {
                     row.iter_mut().zip(centre).for_each(|(x, c)| *x += c);
                 }

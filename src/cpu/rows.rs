@@ -1,7 +1,7 @@
 //! Rows at rest and on the way: float types at the doors, scale codes, tables of a frame, runs of rows in one instruction set.
 //!
 //! The conversions from and to half floats are integer steps that the compiler turns into vectors of any width: exact on the
-//! way in, to nearest even on the way out, saturated at the largest finite value, NaN kept.
+//! way in, to nearest even on the way out; finite values saturate at the largest finite value, NaN and infinities are kept.
 
 use crate::codec::Codec;
 use crate::codes::{Codes, Frame};
@@ -87,6 +87,7 @@ fn f32_to_f16(x: f32) -> u16 {
     // One half has the unit of the subnormals: the sum rounds to it.
     let subnormal = (top + f32::from_bits(HALF)).to_bits() - HALF;
     let code = if t < 113 << 23 { subnormal } else { normal };
+    let code = if size == f32::INFINITY { 0x7c00 } else { code };
     let code = if size.is_nan() { 0x7e00 } else { code };
     (code | bits >> 16 & 0x8000) as u16
 }
@@ -97,6 +98,7 @@ fn f32_to_bf16(x: f32) -> u16 {
     let size = bits & 0x7fff_ffff;
     let code = (size + 0x7fff + (size >> 16 & 1)) >> 16;
     let code = if code > 0x7f7f { 0x7f7f } else { code };
+    let code = if size == 0x7f80_0000 { 0x7f80 } else { code };
     let code = if size > 0x7f80_0000 { 0x7fc0 } else { code };
     (code | bits >> 16 & 0x8000) as u16
 }
@@ -145,7 +147,7 @@ impl Tables {
 pub(super) fn scale_codes(codes: &Codes<Tensor>) -> Result<Vec<u16>> {
     Ok(match codes.codec().format() {
         ScaleFormat::F16 => codes.scales().standard::<f16>()?.iter().map(|s| s.to_bits()).collect(),
-        ScaleFormat::Log8 => codes.scales().standard::<u8>()?.iter().map(|&s| u16::from(s)).collect(),
+        _ => codes.scales().standard::<u8>()?.iter().map(|&s| u16::from(s)).collect(),
     })
 }
 
@@ -153,7 +155,7 @@ pub(super) fn scale_codes(codes: &Codes<Tensor>) -> Result<Vec<u16>> {
 pub(super) fn scale_tensor(format: ScaleFormat, shape: &[usize], codes: Vec<u16>) -> Result<Tensor> {
     match format {
         ScaleFormat::F16 => Tensor::new(shape, codes.into_iter().map(f16::from_bits).collect()),
-        ScaleFormat::Log8 => Tensor::new(shape, codes.into_iter().map(|c| c as u8).collect()),
+        _ => Tensor::new(shape, codes.into_iter().map(|c| c as u8).collect()),
     }
 }
 
@@ -249,9 +251,9 @@ mod tests {
                         assert!(h[0].is_nan() && b[0].is_nan(), "{bits:#x}");
                         continue;
                     }
-                    let top = bf16::MAX.to_f32();
-                    assert_eq!(h[0].to_bits(), f16::from_f32(x.clamp(-65504.0, 65504.0)).to_bits(), "{x}");
-                    assert_eq!(b[0].to_bits(), bf16::from_f32(x.clamp(-top, top)).to_bits(), "{x}");
+                    let within = |top: f32| if x.is_infinite() { x } else { x.clamp(-top, top) };
+                    assert_eq!(h[0].to_bits(), f16::from_f32(within(65504.0)).to_bits(), "{x}");
+                    assert_eq!(b[0].to_bits(), bf16::from_f32(within(bf16::MAX.to_f32())).to_bits(), "{x}");
                 }
             }
         }

@@ -69,7 +69,7 @@ fn attend_run(
         });
     }
     let out = out.ok_or(Error::Shape { what: "segments", expected: "at least one".into(), got: vec![] })?;
-    Ok(out.as_dtype(queries.dtype())?)
+    super::cast(&out, queries.dtype())
 }
 
 /// Share of attention that each segment receives; evaluates one sum a segment.

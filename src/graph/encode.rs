@@ -3,10 +3,10 @@
 use super::stages::{dot, finite, num, pack, scale_of, store_scale, with_last};
 use super::tables::{BandTables, Tables};
 use super::{Graph, fused, join, trellis, unsupported};
-use crate::codec::{BandGrid, Codec};
+use crate::codec::{Band, BandGrid, Codec};
 use crate::error::Result;
 use crate::mlx_ops::slice;
-use crate::scale::NEAR;
+use crate::scale::FINE;
 use crate::spec::ScaleFormat;
 use mlx_rs::ops::{self, matmul, select};
 use mlx_rs::{Array, Dtype as MlxDtype};
@@ -18,17 +18,29 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
     }
     let tables = graph.tables(codec)?;
     let (mut words, mut scales, mut left) = (vec![], vec![], vec![]);
-    for (i, band) in codec.bands().iter().enumerate() {
+    let turn = |(i, band): (usize, &Band)| -> Result<(Array, Array)> {
         let y = tables.bands[i].rotation.forward(&slice(t, 3, band.start, band.start + band.dim)?)?;
-        let Some(levels) = &tables.bands[i].levels else { return encode_groups(codec, &y) };
         let yy = dot(&y, &y)?;
-        let good = yy.gt(num(0.0))?.logical_and(finite(&yy)?)?;
-        let u = y.multiply(num(band.dim as f32).divide(&yy)?.sqrt()?)?;
-        // What a bad row gives is undefined up to the mask; its codes are zeros.
+        Ok((y, yy))
+    };
+    let turned = codec.bands().iter().enumerate().map(turn).collect::<Result<Vec<_>>>()?;
+    // Rows whose bands all have a finite norm; the others decode to NaN in every band.
+    let mut whole = finite(&turned[0].1)?;
+    for (_, yy) in &turned[1..] {
+        whole = whole.logical_and(finite(yy)?)?;
+    }
+    for (i, (band, (y, yy))) in codec.bands().iter().zip(&turned).enumerate() {
+        let Some(levels) = &tables.bands[i].levels else { return encode_groups(codec, y, &whole) };
+        let good = yy.gt(num(0.0))?.logical_and(&whole)?;
+        let u = y.multiply(num(band.dim as f32).divide(yy)?.sqrt()?)?;
+        let u = match snap(&tables, codec, yy, band)? {
+            Some(snap) => u.multiply(snap)?,
+            None => u,
+        };
+        // The codes of rows that are not good are whatever they are here, and zeros below.
         let zero = Array::from_slice(&[0u32], &[1]);
         let (codes, c) = match &band.grid {
             BandGrid::Trellis(trellis) => {
-                let u = u.multiply(snap(&tables, codec, &yy, trellis.mse(), band.dim)?)?;
                 let codes = select(&good, trellis::search(&u, trellis)?, zero)?;
                 let windows = trellis::windows(&pack(&codes, band.bits)?, trellis, band.dim)?;
                 (codes, levels.take(windows)?)
@@ -39,7 +51,8 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
                 (codes, c)
             }
         };
-        let scale = scale_of(codec.spec().scale, &yy, &dot(&c, &y)?, &dot(&c, &c)?, band.dim)?;
+        let sums = [yy, &dot(&c, y)?, &dot(&c, &c)?];
+        let scale = scale_of(codec.spec().scale, sums, band.dim, &whole)?;
         let stored = store_scale(&scale, codec.format())?;
         if codec.qjl().is_some() {
             let rest = y.subtract(c.multiply(tables.load_scale(&stored)?)?)?;
@@ -53,7 +66,8 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
         for s in &tables.projections {
             let positive = matmul(&left, s.t())?.gt(num(0.0))?;
             words.push(pack(&positive, 1)?);
-            let stored = store_scale(&dot(&left, &left)?.sqrt()?, codec.format())?;
+            let norm = select(&whole, dot(&left, &left)?.sqrt()?, num(f32::NAN))?;
+            let stored = store_scale(&norm, codec.format())?;
             let signs = positive.as_dtype(MlxDtype::Float32)?.multiply(num(2.0))?.subtract(num(1.0))?;
             let norm = tables.load_scale(&stored)?.multiply(num(qjl.shrunk_factor()))?;
             left = left.subtract(matmul(signs, s)?.multiply(norm)?)?;
@@ -64,15 +78,24 @@ pub(super) fn encode_bands(graph: &Graph, codec: &Codec, t: &Array) -> Result<(A
 }
 
 /// What coordinates are multiplied by so that the codes take up the rounding of the scale: [`ScaleFormat::snap`].
-fn snap(tables: &Tables, codec: &Codec, yy: &Array, mse: f32, dim: usize) -> Result<Array> {
-    if codec.format() == ScaleFormat::F16 {
-        return Ok(num(1.0));
+fn snap(tables: &Tables, codec: &Codec, yy: &Array, band: &Band) -> Result<Option<Array>> {
+    let (format, dim) = (codec.format(), band.dim);
+    let (trellis, one) = match &band.grid {
+        BandGrid::Trellis(trellis) => (true, codec.spec().scale.expected(dim as f32, trellis.mse(), dim)),
+        _ => (false, 1.0),
+    };
+    if format == ScaleFormat::F16 || (format == ScaleFormat::Log8 && !trellis) {
+        return Ok(None);
     }
-    let one = codec.spec().scale.expected(dim as f32, mse, dim);
     let expected = yy.divide(num(dim as f32))?.sqrt()?.multiply(num(one))?;
-    let snap = expected.divide(tables.load_scale(&store_scale(&expected, codec.format())?)?)?;
-    let near = snap.ge(num(NEAR.start))?.logical_and(snap.lt(num(NEAR.end))?)?;
-    Ok(select(&near, &snap, num(1.0))?)
+    let snap = expected.divide(tables.load_scale(&store_scale(&expected, format)?)?)?;
+    let near = format.near();
+    let mut takes = snap.ge(num(near.start))?.logical_and(snap.lt(num(near.end))?)?;
+    if !trellis {
+        let [low, high] = FINE.map(f32::exp2);
+        takes = takes.logical_and(expected.lt(num(low))?.logical_or(expected.gt(num(high))?)?)?;
+    }
+    Ok(Some(select(&takes, &snap, num(1.0))?))
 }
 
 /// Codes of unit-variance coordinates on a scalar grid.
@@ -88,7 +111,7 @@ fn scalar_codes(u: &Array, grid: &BandGrid, tables: &BandTables, bits: u8) -> Re
 }
 
 /// Codes, scales and biases of affine groups, by the rule of [`crate::grid::affine_range`].
-fn encode_groups(codec: &Codec, y: &Array) -> Result<(Array, Array)> {
+fn encode_groups(codec: &Codec, y: &Array, whole: &Array) -> Result<(Array, Array)> {
     let group = codec.affine_group().ok_or_else(|| unsupported(codec))? as i32;
     let n = y.shape()[3];
     let x = y.reshape(&with_last(y, &[n / group, group]))?;
@@ -103,8 +126,10 @@ fn encode_groups(codec: &Codec, y: &Array) -> Result<(Array, Array)> {
     let half = |x: Array| -> Result<Array> {
         Ok(ops::minimum(ops::maximum(x, num(-65504.0))?, num(65504.0))?.as_dtype(MlxDtype::Float16)?)
     };
-    let scale = half(select(&on_zero, &step, edge.divide(&steps)?)?)?;
-    let bias = half(select(&on_zero, num(0.0), &edge)?)?;
+    let whole = whole.expand_dims(-1)?;
+    let nan = num(f32::NAN);
+    let scale = half(select(&whole, select(&on_zero, &step, edge.divide(&steps)?)?, &nan)?)?;
+    let bias = half(select(&whole, select(&on_zero, num(0.0), &edge)?, &nan)?)?;
     let (s, z) = (scale.as_dtype(MlxDtype::Float32)?, bias.as_dtype(MlxDtype::Float32)?);
     let place = x.subtract(z)?.divide(&s)?.round(0)?;
     let place = ops::minimum(ops::maximum(place, num(0.0))?, &top)?;

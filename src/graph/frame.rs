@@ -1,12 +1,13 @@
 //! Frames as MLX graphs: centre, gains and channel order of a block, by the rules of [`crate::frame`].
 
-use super::stages::num;
+use super::stages::{dot, finite, num};
 use super::{float, join};
 use crate::codec::Codec;
 use crate::codes::Frame;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::mlx_ops::{self, slice, wrong_shape};
-use mlx_rs::{Array, ops};
+use mlx_rs::ops::{self, select};
+use mlx_rs::{Array, Dtype};
 
 /// See [`crate::engine::Engine::frame`].
 pub(super) fn frame(
@@ -19,14 +20,15 @@ pub(super) fn frame(
     if shape.len() != 4 || shape[3] != spec.head_dim || shape[..3].contains(&0) {
         return Err(wrong_shape(block, "block", format!("[B > 0, H > 0, n > 0, {}]", spec.head_dim)));
     }
-    let block = float(block, "block")?;
-    let centre = centred.then(|| block.mean_axis(2, true)).transpose()?;
+    let (block, rows) = finite_rows(&float(block, "block")?)?;
+    let centre =
+        centred.then(|| Ok::<_, Error>(block.sum_axis(2, true)?.divide(&rows.count)?)).transpose()?;
     let centred_block = match &centre {
-        Some(c) => block.subtract(c)?,
+        Some(c) => select(&rows.finite, block.subtract(c)?, num(0.0))?,
         None => block,
     };
     let [b, h, _, d] = [0, 1, 2, 3].map(|i| shape[i] as i32);
-    let mut energy = centred_block.square()?.mean_axis(2, false)?;
+    let mut energy = mean_square(&centred_block, &rows)?;
     let mut gain = None;
     if spec.equalised {
         let query_energy = queries.map(|q| query_energy(q, b, h, d)).transpose()?;
@@ -44,6 +46,25 @@ pub(super) fn frame(
     Ok(Frame { centre, gain, order })
 }
 
+/// Which rows of a block are finite, [B, H, n, 1], and how many, at least one, [B, H, 1, 1].
+struct Rows {
+    finite: Array,
+    count: Array,
+}
+
+/// The rows [B, H, n, D] with zeros in place of those that are not finite, by the rule of [`crate::frame::finite`].
+fn finite_rows(x: &Array) -> Result<(Array, Rows)> {
+    let finite = finite(&dot(x, x)?)?;
+    let count = finite.as_dtype(Dtype::Float32)?.sum_axis(2, true)?;
+    let kept = select(&finite, x, num(0.0))?;
+    Ok((kept, Rows { finite, count: ops::maximum(count, num(1.0))? }))
+}
+
+/// Mean square of each channel over the finite rows, [B, H, D]. The rows are divided first: a sum of squares may be no finite f32.
+fn mean_square(kept: &Array, rows: &Rows) -> Result<Array> {
+    Ok(kept.divide(rows.count.sqrt()?)?.square()?.sum_axis(2, false)?)
+}
+
 /// Mean square of the query heads that share a KV head, [B, H, D].
 fn query_energy(q: &Array, b: i32, h: i32, d: i32) -> Result<Array> {
     let shape = q.shape();
@@ -52,7 +73,8 @@ fn query_energy(q: &Array, b: i32, h: i32, d: i32) -> Result<Array> {
         return Err(wrong_shape(q, "queries", format!("[{b}, a multiple of {h}, m > 0, {d}]")));
     }
     let folded = [b, h, shape[1] / h * shape[2], d];
-    Ok(float(q, "queries")?.reshape(&folded)?.square()?.mean_axis(2, false)?)
+    let (kept, rows) = finite_rows(&float(q, "queries")?.reshape(&folded)?)?;
+    mean_square(&kept, &rows)
 }
 
 /// The gains of [`crate::frame::gains`].

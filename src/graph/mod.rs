@@ -13,6 +13,7 @@ mod fused;
 mod products;
 mod stages;
 mod tables;
+mod tile;
 mod trellis;
 
 use crate::attention::{Rules, Segment};
@@ -179,21 +180,11 @@ impl Engine for Graph {
     }
 
     fn encode(&self, codec: &Arc<Codec>, frame: Frame<Array>, x: &Array) -> Result<Codes<Array>> {
-        let [b, h, t, d] = check_vectors(codec, &mlx_ops::shape(x))?;
+        let [b, h, ..] = check_vectors(codec, &mlx_ops::shape(x))?;
         frame.check(codec, b, h)?;
         let x = enter(&frame, &float(x, "vectors")?)?;
         let (words, scales) = match codec.channel() {
-            Some(channel) => {
-                let (group, [b, h, t, d]) = (codec.spec().tile() as i32, [b, h, t, d].map(|n| n as i32));
-                let turned = x.reshape(&[b, h, t / group, group, d])?.transpose_axes(&[0, 1, 2, 4, 3])?;
-                let inner =
-                    self.encode(channel, Frame::default(), &turned.reshape(&[b, h, t / group * d, group])?)?;
-                let shape = |last: usize| [b, h, t, last as i32];
-                (
-                    inner.words().reshape(&shape(codec.row_words()))?,
-                    inner.scales().reshape(&shape(codec.row_scales()))?,
-                )
-            }
+            Some(channel) => tile::encode(self, codec, channel, &x)?,
             None => encode::encode_bands(self, codec, &x)?,
         };
         Codes::new(codec.clone(), frame, words, scales)
@@ -201,15 +192,8 @@ impl Engine for Graph {
 
     fn decode(&self, codes: &Codes<Array>, dtype: Dtype) -> Result<Array> {
         let (codec, tables) = (codes.codec(), self.tables(codes.codec())?);
-        let [b, h, t] = codes.shape().map(|n| n as i32);
         let rows = if let Some(channel) = codec.channel() {
-            let (group, d) = (codec.spec().tile() as i32, codec.spec().head_dim as i32);
-            let rows = t / group * d;
-            let words = codes.words().reshape(&[b, h, rows, channel.row_words() as i32])?;
-            let scales = codes.scales().reshape(&[b, h, rows, channel.row_scales() as i32])?;
-            let inner = Codes::new(channel.clone(), Frame::default(), words, scales)?;
-            let turned = self.decode(&inner, Dtype::F32)?.reshape(&[b, h, t / group, d, group])?;
-            turned.transpose_axes(&[0, 1, 2, 4, 3])?.reshape(&[b, h, t, d])?
+            tile::decode(self, codes, channel)?
         } else {
             let mut rows = self.rotated_rows(codes, &tables)?;
             for round in 0..tables.projections.len() {
@@ -221,12 +205,7 @@ impl Engine for Graph {
             rows
         };
         let x = leave(codec, codes.frame(), &tables, &rows, None)?;
-        let top = match dtype {
-            Dtype::F32 => return Ok(x),
-            Dtype::F16 => 65504.0,
-            Dtype::BF16 => half::bf16::MAX.to_f32(),
-        };
-        Ok(ops::minimum(ops::maximum(x, num(-top))?, num(top))?.as_dtype(mlx_dtype(dtype))?)
+        cast(&x, mlx_dtype(dtype))
     }
 
     fn scores(&self, codes: &Codes<Array>, queries: &Array) -> Result<Array> {
@@ -266,7 +245,7 @@ impl Engine for Graph {
     }
 
     fn write(&self, buffer: &mut Array, start: usize, rows: &Array) -> Result<()> {
-        let rows = rows.as_dtype(buffer.dtype())?;
+        let rows = cast(rows, buffer.dtype())?;
         // Of an update that covers the whole buffer MLX gives the update itself, and a view would keep all of what it is a view of.
         let covers = start == 0 && rows.shape() == buffer.shape();
         *buffer = if covers { self.compact(&rows)? } else { mlx_ops::write_rows(buffer, start, &rows)? };
@@ -284,6 +263,19 @@ fn mlx_dtype(dtype: Dtype) -> MlxDtype {
         Dtype::F16 => MlxDtype::Float16,
         Dtype::BF16 => MlxDtype::Bfloat16,
     }
+}
+
+/// Another float type, by the rule of [`Tensor::from_f32`]: finite values saturate, what is not finite stays as it is.
+fn cast(x: &Array, dtype: MlxDtype) -> Result<Array> {
+    let top = match (x.dtype(), dtype) {
+        (MlxDtype::Float32 | MlxDtype::Bfloat16, MlxDtype::Float16) => half::f16::MAX.to_f32(),
+        (MlxDtype::Float32, MlxDtype::Bfloat16) => half::bf16::MAX.to_f32(),
+        _ => return Ok(x.as_dtype(dtype)?),
+    };
+    let x = x.as_dtype(MlxDtype::Float32)?;
+    let kept = ops::minimum(ops::maximum(&x, num(-top))?, num(top))?;
+    let infinite = x.abs()?.eq(num(f32::INFINITY))?;
+    Ok(ops::select(infinite, &x, kept)?.as_dtype(dtype)?)
 }
 
 /// Joins along the last axis.

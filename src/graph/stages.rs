@@ -4,7 +4,7 @@ use super::tables::{RotationTables, Tables, native_group};
 use crate::bits;
 use crate::error::Result;
 use crate::mlx_ops::{bitwise_and, left_shift, right_shift, slice};
-use crate::scale::{LOG_LOW, LOG_NAN, LOG_STEPS};
+use crate::scale::{COARSE_STEPS, FINE, FINE_CODES, FINE_STEPS, LEAST_HALF, LOG_LOW, LOG_NAN, WIDE_BASE};
 use crate::spec::{ScaleFormat, ScaleRule};
 use mlx_rs::ops::{self, matmul, select};
 use mlx_rs::{Array, Dtype};
@@ -129,37 +129,59 @@ pub fn unpack(words: &Array, n: usize, bits: u8) -> Result<Array> {
     if n % 8 == 0 { Ok(codes) } else { slice(&codes, codes.ndim() - 1, 0, n) }
 }
 
-/// Stored form of scales.
+/// Stored form of scales: [`ScaleFormat::code`].
 pub fn store_scale(scale: &Array, format: ScaleFormat) -> Result<Array> {
     let nan = ops::is_nan(scale)?;
-    Ok(match format {
-        ScaleFormat::F16 => {
-            let top = num(65504.0);
-            let kept = ops::minimum(ops::maximum(scale, top.negative()?)?, &top)?;
-            select(&nan, num(f32::NAN), kept)?.as_dtype(Dtype::Float16)?
-        }
-        ScaleFormat::Log8 => {
-            let log = ops::maximum(scale, num(0.0))?.log2()?;
-            let position = log.subtract(num(LOG_LOW))?.multiply(num(LOG_STEPS))?.add(num(1.0))?;
-            let code = ops::minimum(position.add(num(0.5))?.floor()?, num(254.0))?;
-            let code = select(position.lt(num(0.5))?, num(0.0), code)?;
-            select(&nan, num(LOG_NAN.into()), code)?.as_dtype(Dtype::Uint8)?
-        }
-    })
+    let scale = ops::maximum(scale, num(0.0))?;
+    if format == ScaleFormat::F16 {
+        let half = ops::minimum(&scale, num(65504.0))?.as_dtype(Dtype::Float16)?;
+        // Everything but normal half floats and zero: the top of the f32, see `scale`.
+        let bits = scale.view::<u32>()?;
+        let odd = bitwise_and(&right_shift(&bits, &word(15))?, &word(1))?;
+        let rounded = ops::maximum(bits.add(word(0x3fff))?.add(odd)?, word(WIDE_BASE))?;
+        let top = ops::minimum(right_shift(&rounded.subtract(word(WIDE_BASE))?, &word(15))?, word(0x7bff))?;
+        let top = select(top.eq(word(0))?, word(0), top.add(word(0x8000))?)?;
+        let wide = top.as_dtype(Dtype::Uint16)?.view::<half::f16>()?;
+        let normal = scale.ge(num(LEAST_HALF))?.logical_and(scale.le(num(65504.0))?)?;
+        let stored = select(normal, half, wide)?;
+        return Ok(select(&nan, num(f32::NAN).as_dtype(Dtype::Float16)?, stored)?);
+    }
+    let log = scale.log2()?;
+    let line = |low: f32, steps: f32, first: f32| -> Result<Array> {
+        Ok(log.subtract(num(low))?.multiply(num(steps))?.add(num(first))?)
+    };
+    let position = if format == ScaleFormat::Wide8 {
+        let fine = line(FINE[0], FINE_STEPS, FINE_CODES[0])?;
+        let below = line(FINE[0], COARSE_STEPS, FINE_CODES[0])?;
+        let above = line(FINE[1], COARSE_STEPS, FINE_CODES[1])?;
+        select(log.lt(num(FINE[0]))?, below, select(log.gt(num(FINE[1]))?, above, fine)?)?
+    } else {
+        line(LOG_LOW, FINE_STEPS, 1.0)?
+    };
+    let code = ops::minimum(position.add(num(0.5))?.floor()?, num(254.0))?;
+    let code = select(position.lt(num(0.5))?, num(0.0), code)?;
+    Ok(select(&nan, num(LOG_NAN.into()), code)?.as_dtype(Dtype::Uint8)?)
+}
+
+fn word(x: u32) -> Array {
+    Array::from_slice(&[x], &[1])
 }
 
 impl Tables {
-    /// f32 scales from their stored form.
+    /// f32 scales from their stored form: [`ScaleFormat::value`].
     pub fn load_scale(&self, stored: &Array) -> Result<Array> {
-        Ok(match stored.dtype() {
-            Dtype::Uint8 => self.log_values.take(stored.as_dtype(Dtype::Uint32)?)?,
-            _ => stored.as_dtype(Dtype::Float32)?,
-        })
+        if let Some(values) = &self.scale_values {
+            return Ok(values.take(stored.as_dtype(Dtype::Uint32)?)?);
+        }
+        let half = stored.as_dtype(Dtype::Float32)?;
+        let top = bitwise_and(&stored.view::<u16>()?.as_dtype(Dtype::Uint32)?, &word(0x7fff))?;
+        let wide = left_shift(&top, &word(15))?.add(word(WIDE_BASE))?.view::<f32>()?;
+        Ok(select(half.lt(num(0.0))?, wide, half)?)
     }
 }
 
-/// The scale of [`ScaleRule::scale`]; zero where |y| is, NaN where it is not finite.
-pub fn scale_of(rule: ScaleRule, yy: &Array, cy: &Array, cc: &Array, dim: usize) -> Result<Array> {
+/// The scale of [`ScaleRule::scale`]; zero where |y| is, NaN in rows that are not `whole`.
+pub fn scale_of(rule: ScaleRule, [yy, cy, cc]: [&Array; 3], dim: usize, whole: &Array) -> Result<Array> {
     let zero = num(0.0);
     let plain = yy.divide(num(dim as f32))?.sqrt()?;
     let scale = match rule {
@@ -169,7 +191,7 @@ pub fn scale_of(rule: ScaleRule, yy: &Array, cy: &Array, cc: &Array, dim: usize)
         ScaleRule::LeastSquares => select(cy.gt(&zero)?, cy.divide(cc)?, plain)?,
     };
     let scale = select(yy.gt(&zero)?, scale, &zero)?;
-    Ok(select(finite(yy)?, scale, num(f32::NAN))?)
+    Ok(select(whole, scale, num(f32::NAN))?)
 }
 
 /// Whether a squared norm is finite.

@@ -5,7 +5,6 @@ use crate::bits;
 use crate::codec::{Band, BandGrid, Codec};
 use crate::error::Result;
 use crate::rotation::Rotation;
-use crate::scale;
 use mlx_rs::Array;
 
 /// Arrays of one band.
@@ -34,8 +33,8 @@ pub struct Tables {
     pub bands: Vec<BandTables>,
     /// Projections [m, d] of every QJL round.
     pub projections: Vec<Array>,
-    /// The 256 values of the log form of a scale.
-    pub log_values: Array,
+    /// The 256 values of a scale of eight bits.
+    pub scale_values: Option<Array>,
     /// What kernels read.
     pub kernels: Option<KernelTables>,
 }
@@ -78,7 +77,8 @@ impl Tables {
         };
         let bands = codec.bands().iter().map(BandTables::new).collect();
         let kernels = kernels.then(|| KernelTables::new(codec)).flatten();
-        Ok(Tables { bands, projections, log_values: line(scale::log_values()), kernels })
+        let scale_values = codec.format().values().map(|values| line(values));
+        Ok(Tables { bands, projections, scale_values, kernels })
     }
 }
 

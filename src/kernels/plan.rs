@@ -190,7 +190,7 @@ pub fn encode(
     let threads = threads.next_multiple_of(WIDTH);
     let stored = match format {
         ScaleFormat::F16 => Element::F16,
-        ScaleFormat::Log8 => Element::U8,
+        ScaleFormat::Log8 | ScaleFormat::Wide8 => Element::U8,
     };
     let rule = match rule {
         ScaleRule::Plain => 0,

@@ -6,7 +6,7 @@
 
 use super::table::{Incoming, Place, Request, Table, Terms};
 use super::{Label, MemoryPool, Outcome, Parcel, Pooled};
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, guarded};
 use std::sync::{Arc, MutexGuard, PoisonError};
 
 impl<C: Pooled> MemoryPool<C> {
@@ -196,13 +196,15 @@ impl<C: Pooled> MemoryPool<C> {
         }
     }
 
-    /// Writes every cache to the disk that is in memory only, and says how many there are now. None leaves the memory.
+    /// Writes every cache to the disk that is in memory only, and says how many there are now. None leaves the memory, and one that
+    /// cannot be written keeps no other from it.
     ///
     /// # Errors
-    /// The spill's own.
+    /// [`Error::Unsaved`] names every agent that could not be written, after all were tried.
     pub fn save_all(&self) -> Result<usize> {
         let ids: Vec<String> = self.lock().slots.keys().cloned().collect();
-        ids.iter().try_for_each(|id| self.save(id))?;
-        Ok(self.stats().on_disk)
+        let failed = |id: String| guarded(|| self.save(&id)).err().map(|error| (id, error));
+        let agents: Vec<_> = ids.into_iter().filter_map(failed).collect();
+        if agents.is_empty() { Ok(self.stats().on_disk) } else { Err(Error::Unsaved { agents }) }
     }
 }

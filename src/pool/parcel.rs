@@ -120,13 +120,30 @@ pub struct Parcel<C> {
 
 impl<C: Pooled> Parcel<C> {
     /// Takes a cache apart; blocks get buffers of their own.
-    pub(super) fn split(mut cache: C) -> Result<Parcel<C>> {
-        let bodies: Vec<_> = cache.bodies().into_iter().map(Option::take).collect();
-        let bodies: Vec<Option<Body>> = workers::run(|| {
-            bodies.into_par_iter().map(|b| b.map(Body::split).transpose()).collect::<Result<_>>()
+    ///
+    /// # Errors
+    /// [`crate::Error::Range`] if codes do not have the tokens that they claim, which no engine makes.
+    pub fn split(cache: C) -> Result<Parcel<C>> {
+        let mut parcel = Parcel { rest: cache, bodies: vec![], own: 0 };
+        parcel.extend(|_| ())?;
+        Ok(parcel)
+    }
+
+    /// Lets `change` add to the end of a cache, and takes apart what is new. So a cache can come into being without ever being there
+    /// whole beside its blocks.
+    ///
+    /// # Errors
+    /// As [`Parcel::split`].
+    pub fn extend(&mut self, change: impl FnOnce(&mut C)) -> Result<()> {
+        change(&mut self.rest);
+        let new: Vec<_> = self.rest.bodies().into_iter().skip(self.bodies.len()).map(Option::take).collect();
+        let new: Vec<Option<Body>> = workers::run(|| {
+            new.into_par_iter().map(|b| b.map(Body::split).transpose()).collect::<Result<_>>()
         })??;
-        let own = cache.nbytes() + size_of::<C>() + bodies.iter().flatten().map(Body::nbytes).sum::<usize>();
-        Ok(Parcel { rest: cache, bodies, own })
+        self.bodies.extend(new);
+        let bodies = self.bodies.iter().flatten().map(Body::nbytes).sum::<usize>();
+        self.own = self.rest.nbytes() + size_of::<C>() + bodies;
+        Ok(())
     }
 
     /// The cache, bit for bit as it was, in buffers of its own.

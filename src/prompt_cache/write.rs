@@ -1,28 +1,25 @@
 //! Layers written as a prompt-cache file of either layout, whole or not at all.
 //!
-//! Deterministic: metadata sorted, tensors by element size (so that all are aligned), then by path. Buffers are
-//! as long as the tokens they hold, in 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own.
+//! Tensors of equal element size stand in the order of their paths. Buffers are as long as the tokens they hold, in
+//! 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own. A cache of which one layer is in memory at a
+//! time is planned from layers of the same shapes and written as its layers come.
 
 use super::container::RawTensor;
+use super::image::{Image, Piece};
 use super::layer::{KvClass, Layer};
 use super::packed;
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
-use crate::files;
-use crate::tensor::Tensor;
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
-use serde::Serialize;
 use std::collections::BTreeMap;
-use std::io::Write;
+use std::collections::btree_map::Entry;
 use std::path::Path;
 
 /// What one leaf of the state tree becomes.
 enum Item<'a> {
-    Tensor(&'a Tensor),
-    Raw(&'a RawTensor),
+    Array(Piece<'a>),
     Counter(usize),
-    Text(&'a str),
+    Text(String),
     None,
 }
 
@@ -32,68 +29,66 @@ struct Plan<'a> {
     items: BTreeMap<Vec<usize>, Item<'a>>,
     /// Meta states of 0.31, by path.
     meta: BTreeMap<String, String>,
+    /// Class names of the layers.
+    classes: Vec<String>,
 }
 
-#[derive(Serialize)]
-struct Header<'a> {
-    __metadata__: &'a BTreeMap<String, String>,
-    #[serde(flatten)]
-    tensors: BTreeMap<String, TensorInfo>,
-}
-
-/// The bytes before the data section, and the items in the order of the data section.
-struct Image<'a> {
-    head: Vec<u8>,
-    items: Vec<Item<'a>>,
-    len: u64,
+/// A cache of which one layer is in memory at a time.
+pub(crate) struct Layers<'a> {
+    /// What the user stored beside the cache.
+    pub(crate) metadata: &'a BTreeMap<String, String>,
+    /// Number of layers.
+    pub(crate) count: usize,
+    /// A layer of the shapes and dtypes of the one of this index, whatever its numbers.
+    pub(crate) like: &'a dyn Fn(usize) -> Result<Layer>,
+    /// The layer of this index.
+    pub(crate) layer: &'a dyn Fn(usize) -> Result<Layer>,
 }
 
 /// Bytes of the file that [`write`] makes.
 pub(super) fn file_size(cache: &PromptCache, layout: Layout) -> Result<u64> {
-    Ok(image(cache, layout)?.len)
+    Ok(image(cache, layout)?.len())
 }
 
 /// Writes the file whole or not at all and gives its bytes.
 pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<u64> {
-    let image = image(cache, layout)?;
-    files::replace_with(path, |out| {
-        out.write_all(&image.head)?;
-        image.items.iter().try_for_each(|item| item.write_to(out))
-    })?;
-    Ok(image.len)
+    image(cache, layout)?.write(path)
+}
+
+/// As [`write`], with one layer in memory at a time, or two where the last layer's arrays have several element sizes.
+pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
+    let mut plan = Plan::new(layout);
+    for i in 0..layers.count {
+        let like = (layers.like)(i)?;
+        let mut one = Plan::new(layout);
+        one.layer(i, &like)?;
+        plan.items.extend(one.items.into_iter().map(|(path, item)| (path, item.late())));
+        plan.meta.extend(one.meta);
+        plan.classes.extend(one.classes);
+    }
+    let mut current: BTreeMap<usize, Layer> = BTreeMap::new();
+    plan.image(layers.metadata)?.write_late(path, &mut |name, put| {
+        let place: Vec<usize> = name.split('.').filter_map(|part| part.parse().ok()).collect();
+        let index = place.first().copied().unwrap_or_default();
+        // The layer before goes first.
+        current.retain(|&i, _| i == index);
+        let layer = match current.entry(index) {
+            Entry::Occupied(layer) => layer.into_mut(),
+            Entry::Vacant(free) => free.insert((layers.layer)(index)?),
+        };
+        let mut one = Plan::new(layout);
+        one.layer(index, layer)?;
+        match one.items.remove(&place) {
+            Some(Item::Array(piece)) => put(&piece),
+            _ => Ok(()),
+        }
+    })
 }
 
 fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
-    let mut plan = Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new() };
-    if layout == Layout::V031 && cache.layers.is_empty() {
-        return Err(refuse("layers", "none".into(), "mlx-lm 0.31 cannot load a cache without layers"));
-    }
-    for (i, layer) in cache.layers.iter().enumerate() {
-        let name = || format!("{i} ({})", layer.class());
-        layer.check().map_err(|e| refuse("layer", name(), &e))?;
-        plan.state(layer, vec![i]).map_err(|reason| refuse("layer", name(), reason))?;
-        if layout == Layout::V031 {
-            plan.meta(layer, i.to_string());
-        }
-    }
-    let metadata = plan.metadata(cache);
-    let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let mut items: Vec<_> = plan.items.into_iter().collect();
-    items.sort_by_key(|(_, item)| std::cmp::Reverse(item.dtype().bitsize())); // stable: then by path
-    let mut tensors = BTreeMap::new();
-    let mut at = 0;
-    for (key, item) in &items {
-        let end = at + item.len();
-        let info = TensorInfo { dtype: item.dtype(), shape: item.shape(), data_offsets: (at, end) };
-        tensors.insert(path(key), info);
-        at = end;
-    }
-    let mut head = serde_json::to_vec(&Header { __metadata__: &metadata, tensors })
-        .map_err(|e| refuse("header", "JSON".into(), &e.to_string()))?;
-    head.resize(head.len().next_multiple_of(8), b' ');
-    let head = [&(head.len() as u64).to_le_bytes()[..], &head].concat();
-    let len = (head.len() + at) as u64;
-    Ok(Image { head, items: items.into_iter().map(|(_, item)| item).collect(), len })
+    let mut plan = Plan::new(layout);
+    cache.layers.iter().enumerate().try_for_each(|(i, layer)| plan.layer(i, layer))?;
+    plan.image(&cache.metadata)
 }
 
 fn refuse(field: &'static str, value: String, reason: &str) -> Error {
@@ -101,6 +96,33 @@ fn refuse(field: &'static str, value: String, reason: &str) -> Error {
 }
 
 impl<'a> Plan<'a> {
+    fn new(layout: Layout) -> Plan<'a> {
+        Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new(), classes: vec![] }
+    }
+
+    /// Adds the layer of an index.
+    fn layer(&mut self, i: usize, layer: &'a Layer) -> Result<()> {
+        let name = || format!("{i} ({})", layer.class());
+        layer.check().map_err(|e| refuse("layer", name(), &e))?;
+        self.state(layer, vec![i]).map_err(|reason| refuse("layer", name(), reason))?;
+        if self.layout == Layout::V031 {
+            self.meta(layer, i.to_string());
+        }
+        self.classes.push(layer.class().into());
+        Ok(())
+    }
+
+    /// The file of all layers, with what the user stored beside them.
+    fn image(self, metadata: &BTreeMap<String, String>) -> Result<Image<'a>> {
+        if self.layout == Layout::V031 && self.classes.is_empty() {
+            return Err(refuse("layers", "none".into(), "mlx-lm 0.31 cannot load a cache without layers"));
+        }
+        let metadata = self.metadata(metadata);
+        let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
+        let pieces = self.items.into_iter().map(|(key, item)| (path(&key), item.into_piece())).collect();
+        Image::new(&metadata, pieces).map_err(|e| refuse("header", "JSON".into(), &e))
+    }
+
     fn put(&mut self, path: &[usize], tail: &[usize], item: Item<'a>) {
         self.items.insert([path, tail].concat(), item);
     }
@@ -126,13 +148,13 @@ impl<'a> Plan<'a> {
                 );
             }
             Layer::Kv { kv: Some(p), .. } | Layer::Rotating { kv: Some(p), .. } => {
-                self.put(&path, &[0], Item::Tensor(&p.keys));
-                self.put(&path, &[1], Item::Tensor(&p.values));
+                self.put(&path, &[0], Item::Array(Piece::Tensor(&p.keys)));
+                self.put(&path, &[1], Item::Array(Piece::Tensor(&p.values)));
             }
             Layer::Quantized { kv: Some(p), .. } => {
                 for (side, packed) in [&p.keys, &p.values].into_iter().enumerate() {
                     for (j, x) in [&packed.words, &packed.scales, &packed.biases].into_iter().enumerate() {
-                        self.put(&path, &[side, j], Item::Tensor(x));
+                        self.put(&path, &[side, j], Item::Array(Piece::Tensor(x)));
                     }
                 }
             }
@@ -146,7 +168,8 @@ impl<'a> Plan<'a> {
                 if arrays.is_empty() {
                     return Err("mlx-lm cannot load an ArraysCache of no arrays");
                 }
-                let optional = |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, Item::Raw);
+                let optional =
+                    |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, |x| Item::Array(Piece::Raw(x)));
                 if new {
                     self.put(&path, &[1], optional(left_padding));
                     self.put(&path, &[2], optional(lengths));
@@ -167,7 +190,7 @@ impl<'a> Plan<'a> {
                 for (j, layer) in layers.iter().enumerate() {
                     let mut below = [&path[..], &[j]].concat();
                     if new {
-                        self.put(&below, &[1], Item::Text(layer.class()));
+                        self.put(&below, &[1], Item::Text(layer.class().into()));
                         below.push(0);
                     }
                     self.state(layer, below)?;
@@ -179,7 +202,11 @@ impl<'a> Plan<'a> {
                 }
                 for (name, x) in tensors {
                     let tail: Result<Vec<usize>, _> = name.split('.').map(str::parse).collect();
-                    self.put(&path, &tail.map_err(|_| "a tensor has no tree path for a name")?, Item::Raw(x));
+                    self.put(
+                        &path,
+                        &tail.map_err(|_| "a tensor has no tree path for a name")?,
+                        Item::Array(Piece::Raw(x)),
+                    );
                 }
             }
         }
@@ -221,13 +248,13 @@ impl<'a> Plan<'a> {
         }
     }
 
-    fn metadata(&self, cache: &PromptCache) -> BTreeMap<String, String> {
+    fn metadata(&self, user_metadata: &BTreeMap<String, String>) -> BTreeMap<String, String> {
         let (user, classes) = if self.layout == Layout::V031 { (1, 2) } else { (0, 1) };
         let mut all: BTreeMap<_, _> = self.meta.iter().map(|(k, v)| (format!("0.{k}"), v.clone())).collect();
-        all.extend(cache.metadata.iter().map(|(k, v)| (format!("{user}.{k}"), v.clone())));
-        for (i, layer) in cache.layers.iter().enumerate() {
-            all.insert(format!("{classes}.{i}"), layer.class().into());
-        }
+        all.extend(user_metadata.iter().map(|(k, v)| (format!("{user}.{k}"), v.clone())));
+        all.extend(
+            self.classes.iter().enumerate().map(|(i, class)| (format!("{classes}.{i}"), class.clone())),
+        );
         if self.layout == Layout::V032 {
             all.insert("2.0".into(), String::new());
             let kinds = self.items.iter().filter_map(|(path, item)| Some((path, item.kind()?)));
@@ -259,61 +286,41 @@ fn counters(layer: &Layer) -> Fields {
     fields
 }
 
-impl Item<'_> {
+impl<'a> Item<'a> {
     /// The entry in the table of 0.32.
     fn kind(&self) -> Option<&'static str> {
         match self {
-            Item::Tensor(_) | Item::Raw(_) => None,
+            Item::Array(_) => None,
             Item::Counter(_) => Some("scalar"),
             Item::Text(_) => Some("string"),
             Item::None => Some("none"),
         }
     }
 
-    fn dtype(&self) -> Dtype {
+    /// The same leaf, whose array comes when it is written.
+    fn late(self) -> Item<'static> {
         match self {
-            Item::Tensor(Tensor::F32(_)) | Item::None => Dtype::F32,
-            Item::Tensor(Tensor::F16(_)) => Dtype::F16,
-            Item::Tensor(Tensor::BF16(_)) => Dtype::BF16,
-            Item::Tensor(Tensor::U32(_)) => Dtype::U32,
-            Item::Tensor(Tensor::U8(_)) => Dtype::U8,
-            Item::Tensor(Tensor::I32(_)) | Item::Text(_) => Dtype::I32,
-            Item::Counter(n) if i32::try_from(*n).is_ok() => Dtype::I32,
-            Item::Counter(_) => Dtype::I64,
-            Item::Raw(x) => x.dtype,
+            Item::Array(piece) => Item::Array(piece.late()),
+            Item::Counter(n) => Item::Counter(n),
+            Item::Text(text) => Item::Text(text),
+            Item::None => Item::None,
         }
     }
 
-    fn shape(&self) -> Vec<usize> {
+    /// The tensor that stands for the leaf.
+    fn into_piece(self) -> Piece<'a> {
+        let made = |dtype, shape, bytes| Piece::Made(RawTensor { dtype, shape, bytes });
         match self {
-            Item::Tensor(x) => x.shape().to_vec(),
-            Item::Raw(x) => x.shape.clone(),
-            Item::Counter(_) => vec![],
-            Item::Text(s) => vec![s.chars().count()],
-            Item::None => vec![0],
-        }
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Item::Tensor(x) => x.nbytes(),
-            Item::Raw(x) => x.bytes.len(),
-            Item::Counter(_) => self.dtype().bitsize() / 8,
-            Item::Text(s) => 4 * s.chars().count(),
-            Item::None => 0,
-        }
-    }
-
-    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        match self {
-            Item::Raw(x) => out.write_all(&x.bytes),
-            Item::None => Ok(()),
-            Item::Counter(n) => match i32::try_from(*n) {
-                Ok(n) => out.write_all(&n.to_le_bytes()),
-                Err(_) => out.write_all(&(*n as u64).to_le_bytes()),
+            Item::Array(piece) => piece,
+            Item::Counter(n) => match i32::try_from(n) {
+                Ok(n) => made(Dtype::I32, vec![], n.to_le_bytes().into()),
+                Err(_) => made(Dtype::I64, vec![], (n as u64).to_le_bytes().into()),
             },
-            Item::Text(s) => s.chars().try_for_each(|c| out.write_all(&(c as u32).to_le_bytes())),
-            Item::Tensor(x) => out.write_all(&x.row_major_bytes()),
+            Item::Text(s) => {
+                let points = s.chars().flat_map(|c| (c as u32).to_le_bytes()).collect();
+                made(Dtype::I32, vec![s.chars().count()], points)
+            }
+            Item::None => made(Dtype::F32, vec![0], vec![]),
         }
     }
 }

@@ -1,22 +1,25 @@
-//! The folders of a server: the one with socket and lock, and the one on a memory file system with the clients' files.
+//! The folders of a server: the one with the socket, and the one on a memory file system with the clients' files.
 //!
-//! One server has a folder, by a lock that the system releases when the process ends, however it ends; so whatever else lies there
-//! when the lock is taken was left by a dead server and is removed. Names are short: a socket's path must fit into 103 bytes on macOS.
+//! One server holds both, see [`HeldFolder`]; so what lies in the second one when it is taken was left by a dead server and is removed,
+//! if its name is one that servers give. Names are short: a socket's path must fit into 103 bytes on macOS.
 
 use crate::error::{Error, Result};
-use crate::files;
+use crate::folders::{self, HeldFolder};
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
 /// Longest path of a socket that both macOS and Linux take.
 const SOCKET_PATH: usize = 103;
 
-/// The folder that server and clients use if none is given: `$TURBOMOQ_FOLDER`, else `turbomoq` in `$XDG_RUNTIME_DIR`, else
-/// `/tmp/turbomoq-<user>`.
+/// The folder that server and clients use if none is given: `$TURBOMOQ_FOLDER`, else `turbomoq` in `$XDG_RUNTIME_DIR`, else on macOS
+/// `~/Library/Caches/turbomoq` (its `/tmp` is cleared of what is three days old), else `/tmp/turbomoq-<user>`.
 pub fn default_folder() -> PathBuf {
     let set = |name| std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let home = || set("HOME").filter(|_| cfg!(target_os = "macos"));
     set("TURBOMOQ_FOLDER")
         .or_else(|| set("XDG_RUNTIME_DIR").map(|run| run.join("turbomoq")))
+        .or_else(|| home().map(|home| home.join("Library/Caches/turbomoq")))
         .unwrap_or_else(|| format!("/tmp/turbomoq-{}", nix::unistd::geteuid()).into())
 }
 
@@ -29,65 +32,73 @@ pub fn socket_path(folder: &Path) -> PathBuf {
 #[derive(Debug)]
 pub(super) struct Folders {
     pub(super) socket: PathBuf,
-    data: PathBuf,
-    _lock: fs::File,
+    data: HeldFolder,
+    _folder: HeldFolder,
 }
 
 impl Folders {
-    /// Takes the folder and removes what a dead server left.
+    /// Takes the folder and removes the clients' files that a dead server left.
     pub(super) fn open(folder: &Path) -> Result<Folders> {
-        files::private_folder(folder)?;
-        let lock = files::lock(folder)?;
-        let io = |path: &Path| {
-            let path = path.to_path_buf();
-            move |source| Error::Io { path, source }
-        };
-        let full = folder.canonicalize().map_err(io(folder))?;
-        let socket = socket_path(&full);
+        let folder = HeldFolder::take(folder)?;
+        let socket = socket_path(folder.path());
         let length = socket.as_os_str().len();
         if length > SOCKET_PATH {
             let reason =
                 format!("the socket's path would have {length} bytes, the system takes {SOCKET_PATH}");
-            return Err(Error::Unsupported { field: "folder", value: full.display().to_string(), reason });
+            let value = folder.path().display().to_string();
+            return Err(Error::Unsupported { field: "folder", value, reason });
         }
-        let data = data_folder(&full);
-        files::private_folder(&data)?;
-        for entry in fs::read_dir(&data).map_err(io(&data))? {
-            let path = entry.map_err(io(&data))?.path();
-            if path.is_dir() { fs::remove_dir_all(&path) } else { fs::remove_file(&path) }
-                .map_err(io(&path))?;
-        }
-        match fs::remove_file(&socket) {
-            Err(e) if e.kind() != std::io::ErrorKind::NotFound => return Err(io(&socket)(e)),
-            _ => {}
-        }
-        Ok(Folders { socket, data, _lock: lock })
+        let data = HeldFolder::take(&data_folder(&folder)?)?;
+        let folders = Folders { socket, data, _folder: folder };
+        folders.remove_clients()?;
+        Ok(folders)
     }
 
     /// The folder of one client.
     pub(super) fn client(&self, number: u64) -> Result<ClientFolder> {
-        let path = self.data.join(format!("c{number}"));
-        files::private_folder(&path)?;
+        let path = self.data.path().join(format!("c{number}"));
+        folders::own(self.data.path())?; // someone may have removed it
+        folders::own(&path)?;
         Ok(ClientFolder { path, count: 0 })
     }
 
-    /// Removes socket and data at the end of a server.
+    /// Removes the clients' files and their folder at the end of a server.
     pub(super) fn clean_up(&self) -> Result<()> {
-        let io = |source| Error::Io { path: self.data.clone(), source };
-        fs::remove_file(&self.socket).map_err(|source| Error::Io { path: self.socket.clone(), source })?;
-        fs::remove_dir_all(&self.data).map_err(io)
+        self.remove_clients()?;
+        match fs::remove_dir(self.data.path()) {
+            Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => {
+                Err(Error::Io { path: self.data.path().into(), source: e })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn remove_clients(&self) -> Result<()> {
+        let io = |path: &Path, source| Error::Io { path: path.into(), source };
+        let entries = match fs::read_dir(self.data.path()) {
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(()),
+            entries => entries.map_err(|e| io(self.data.path(), e))?,
+        };
+        for entry in entries {
+            let path = entry.map_err(|e| io(self.data.path(), e))?.path();
+            let name = path.file_name().and_then(|n| n.to_str()).and_then(|n| n.strip_prefix('c'));
+            if name.is_some_and(|n| n.parse::<u64>().is_ok()) {
+                fs::remove_dir_all(&path).map_err(|e| io(&path, e))?;
+            }
+        }
+        Ok(())
     }
 }
 
-/// On Linux a folder on the memory file system, named after the server's folder; elsewhere a folder in that one, whose files the
-/// system keeps in memory as long as there is room.
-fn data_folder(folder: &Path) -> PathBuf {
+/// On Linux a folder on the memory file system, named after the device and inode of the server's folder, which no other server can
+/// have at the same time; elsewhere a folder in that one, whose files the system keeps in memory as long as there is room.
+fn data_folder(folder: &HeldFolder) -> Result<PathBuf> {
     let shm = Path::new("/dev/shm");
     if cfg!(target_os = "linux") && shm.is_dir() {
-        let hash = files::stable_hash(folder.as_os_str().as_encoded_bytes());
-        return shm.join(format!("tmq-{}-{:08x}", nix::unistd::geteuid(), hash as u32));
+        let (device, inode) = folder.identity()?;
+        return Ok(shm.join(format!("tmq-{}-{device:x}-{inode:x}", nix::unistd::geteuid())));
     }
-    folder.join("data")
+    Ok(folder.path().join("clients"))
 }
 
 /// The files of one client, removed with their folder when the client is gone.
@@ -115,9 +126,10 @@ impl ClientFolder {
     }
 
     /// A name that was not given before.
-    pub(super) fn fresh(&mut self) -> String {
+    pub(super) fn fresh(&mut self) -> Result<String> {
+        folders::own(&self.path)?; // someone may have removed it
         self.count += 1;
-        format!("r{}.safetensors", self.count)
+        Ok(format!("r{}.safetensors", self.count))
     }
 }
 
@@ -133,14 +145,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn names_are_short_and_stay_inside() {
-        let data = data_folder(Path::new(&format!("/{}", "é/".repeat(100))));
-        if cfg!(target_os = "linux") {
-            assert!(data.file_name().unwrap().len() <= 30, "{data:?}");
-        }
+    fn names_stay_inside() {
         let folder = tempfile::tempdir().unwrap();
         let client = ClientFolder { path: folder.path().join("c1"), count: 0 };
-        files::private_folder(&client.path).unwrap();
+        folders::own(&client.path).unwrap();
         fs::write(client.path.join("p1"), b"x").unwrap();
         fs::write(folder.path().join("secret"), b"x").unwrap();
         std::os::unix::fs::symlink(folder.path().join("secret"), client.path.join("link")).unwrap();
@@ -157,15 +165,32 @@ mod tests {
         assert!(matches!(Folders::open(folder.path()), Err(Error::InUse { .. })));
         let left = first.client(7).unwrap();
         fs::write(left.path.join("p1"), b"x").unwrap();
-        fs::write(&first.socket, b"").unwrap();
-        let data = first.data.clone();
+        let data = first.data.path().to_path_buf();
+        fs::write(data.join("mine"), b"x").unwrap();
         std::mem::forget(left); // as a kill would
         drop(first);
         let second = Folders::open(folder.path()).unwrap();
-        assert_eq!(fs::read_dir(&data).unwrap().count(), 0);
-        assert!(!second.socket.exists());
-        fs::write(&second.socket, b"").unwrap();
+        let names: Vec<_> = fs::read_dir(&data).unwrap().map(|e| e.unwrap().file_name()).collect();
+        assert_eq!(names, ["mine"], "only what a server has made is removed");
+        second.clean_up().unwrap();
+        fs::remove_file(data.join("mine")).unwrap();
         second.clean_up().unwrap();
         assert!(!data.exists());
+        // A folder that is gone is made again for the next client, private as before.
+        let client = second.client(1).unwrap();
+        folders::check(&data, folders::ANY).unwrap();
+        fs::remove_dir_all(&client.path).unwrap();
+        let mut client = client;
+        client.fresh().unwrap();
+        folders::check(&client.path, folders::ANY).unwrap();
+        second.clean_up().unwrap();
+    }
+
+    #[test]
+    fn two_folders_never_share_the_files_of_clients() {
+        let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let (a, b) = (Folders::open(a.path()).unwrap(), Folders::open(b.path()).unwrap());
+        assert_ne!(a.data.path(), b.data.path());
+        [a, b].iter().for_each(|f| f.clean_up().unwrap());
     }
 }

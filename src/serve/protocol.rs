@@ -7,6 +7,9 @@ use std::path::PathBuf;
 /// Version of the protocol, in the greeting.
 pub const VERSION: u32 = 1;
 
+/// Code of the error that an idle client reads when others needed its place: what it sent since was not done.
+pub(super) const IDLE: &str = "idle";
+
 /// What a client asks.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 #[serde(tag = "op", rename_all = "lowercase", deny_unknown_fields)]
@@ -29,6 +32,9 @@ pub enum Request {
         /// Recipe in place of the server's.
         #[serde(default)]
         recipe: Option<String>,
+        /// Whether layers may hold different numbers of tokens.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        uneven: bool,
     },
     /// Unpacks an agent's cache into a file of the client's folder. The pool keeps it.
     Resume {
@@ -138,6 +144,7 @@ mod tests {
             kind: String::new(),
             priority: 1.0,
             recipe: None,
+            uneven: false,
         };
         assert_eq!(park, want);
         for bad in

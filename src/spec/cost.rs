@@ -10,6 +10,11 @@ use crate::error::{Error, Result};
 const TABLES: u64 = 1 << 24;
 /// Most operations that make them: a dense rotation of 1,024 channels takes this many, a few seconds.
 const WORK: u64 = 1 << 32;
+/// Bytes and operations for all codecs of one cache, beside what its rows allow.
+const ALL_TABLES: u64 = 1 << 28;
+const ALL_WORK: u64 = 1 << 36;
+/// Operations that every byte of rows allows: about what packing it takes.
+const WORK_A_BYTE: u64 = 1 << 8;
 /// Operations of a normally distributed number.
 const NORMAL: u64 = 32;
 
@@ -53,11 +58,42 @@ impl CodecSpec {
     }
 }
 
+/// Counts the codecs of one cache against the rows that it has.
+#[derive(Debug, Default)]
+pub(crate) struct Budget {
+    cost: Cost,
+    rows: u64,
+}
+
+impl Budget {
+    /// Counts a codec that packs rows of so many bytes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the tables of all of them cost more than some hundred megabytes, or than the rows, or much longer to
+    /// make than the rows to pack.
+    pub(crate) fn take(&mut self, spec: &CodecSpec, bytes: usize) -> Result<()> {
+        let more = spec.cost();
+        self.cost = Cost { bytes: self.cost.bytes + more.bytes, work: self.cost.work + more.work };
+        self.rows = self.rows.saturating_add(bytes as u64);
+        let tables = ALL_TABLES.saturating_add(self.rows);
+        let work = ALL_WORK.saturating_add(self.rows.saturating_mul(WORK_A_BYTE));
+        if self.cost.bytes <= tables && self.cost.work <= work {
+            return Ok(());
+        }
+        let reason = format!(
+            "the tables of this codec and of those before it take {} bytes and {} operations; {} bytes of rows allow {tables} and {work}",
+            self.cost.bytes, self.cost.work, self.rows
+        );
+        Err(Error::Unsupported { field: "codec", value: spec.to_string(), reason })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::codec::Codec;
     use crate::rotation::Rotation;
+    use crate::spec::Grid;
 
     #[test]
     fn the_cost_is_that_of_the_tables_that_are_built() {
@@ -74,5 +110,26 @@ mod tests {
             let said = spec.cost().bytes;
             assert!(built <= said && said <= built + 4 * 256, "{text}: {built} for {said}");
         }
+    }
+
+    #[test]
+    fn many_codecs_of_few_rows_are_refused_and_those_of_real_models_are_not() {
+        let spec = |text: &str| text.parse::<CodecSpec>().unwrap();
+        // 128 layers of 256 channels, one token of one head.
+        let mut budget = Budget::default();
+        for _ in 0..256 {
+            budget.take(&spec("d256:b2:dense:qjl256x1"), 512).unwrap();
+        }
+        // Ten thousand tiny layers of the dearest codec.
+        let mut budget = Budget::default();
+        let refused = (0..20_000).find_map(|i| budget.take(&spec("d512:dense"), 1024).err().map(|e| (i, e)));
+        let (layers, error) = refused.unwrap();
+        assert!((100..300).contains(&layers), "{layers}: {error}");
+        // The same with rows that are worth it.
+        let mut budget = Budget::default();
+        (0..2000).for_each(|_| budget.take(&spec("d512:dense"), 4 << 20).unwrap());
+        // Without tables of their own any number goes.
+        let mut budget = Budget::default();
+        (0..100_000).for_each(|_| budget.take(&CodecSpec::new(128, 4, Grid::Lloyd), 256).unwrap());
     }
 }

@@ -45,6 +45,7 @@ impl fmt::Display for ScaleFormat {
         f.write_str(match self {
             ScaleFormat::F16 => "f16",
             ScaleFormat::Log8 => "log8",
+            ScaleFormat::Wide8 => "wide8",
         })
     }
 }
@@ -110,6 +111,7 @@ impl CodecSpec {
             "least-squares" => self.scale = ScaleRule::LeastSquares,
             "f16" => self.format = ScaleFormat::F16,
             "log8" => self.format = ScaleFormat::Log8,
+            "wide8" => self.format = ScaleFormat::Wide8,
             "no-residual" => self.residual = Residual::None,
             _ => {
                 let number = |prefix: &str| term.strip_prefix(prefix);

@@ -39,7 +39,8 @@ pub fn specs(dim: usize) -> Vec<CodecSpec> {
     let mut list = vec![];
     for bits in 1..=8 {
         list.push(CodecSpec { bits, ..base });
-        list.push(CodecSpec { bits, grid: Grid::Uniform, format: ScaleFormat::Log8, ..base });
+        let format = if bits % 3 == 1 { ScaleFormat::Log8 } else { ScaleFormat::Wide8 };
+        list.push(CodecSpec { bits, grid: Grid::Uniform, format, ..base });
     }
     for scale in [ScaleRule::Plain, ScaleRule::Unbiased, ScaleRule::LeastSquares] {
         list.push(CodecSpec { bits: 3, scale, grid: Grid::Beta, ..base });
@@ -60,7 +61,7 @@ pub fn specs(dim: usize) -> Vec<CodecSpec> {
     list.push(CodecSpec { bits: 2, outliers: if dim < 64 { 16 } else { 32 }, equalised: true, ..base });
     if dim >= 64 {
         let grid = Grid::Trellis { states: 8 };
-        list.push(CodecSpec { bits: 2, outliers: 32, lead: 2, grid, format: ScaleFormat::Log8, ..base });
+        list.push(CodecSpec { bits: 2, outliers: 32, lead: 2, grid, format: ScaleFormat::Wide8, ..base });
     }
     list.push(CodecSpec { bits: 2, residual: Residual::Qjl { projections: 64, rounds: 1 }, ..base });
     list.push(CodecSpec { bits: 1, residual: Residual::Qjl { projections: 32, rounds: 3 }, ..base });

@@ -231,7 +231,7 @@ impl Held {
         let dtype = queries.float().unwrap();
         let mask = rules.mask.as_ref().map(|m| (additive(m).unwrap(), [m.shape()[0], m.shape()[1]]));
         let sinks = rules.sink_logits.as_ref().map(|s| s.to_f32().unwrap());
-        let last = self.parts.iter().filter(|p| p.len > 0).next_back().map_or(0, |p| p.start + p.len - 1);
+        let last = self.parts.iter().rfind(|p| p.len > 0).map_or(0, |p| p.start + p.len - 1);
         let mut out = vec![];
         for (row, q) in q.chunks_exact(d).enumerate() {
             let (batch, head, i) = (row / (hq * l), row / l % hq, row % l);

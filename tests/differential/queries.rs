@@ -30,7 +30,7 @@ const TOKENS: usize = 101;
 
 /// What a run has seen.
 #[derive(Default)]
-struct Totals {
+pub struct Totals {
     calls: usize,
     queries: usize,
     worst: f64,
@@ -38,7 +38,7 @@ struct Totals {
 }
 
 /// Asks queries of every kind, `calls` times for each grid, dim and kind. Gives calls, queries and the greatest error by its bound.
-fn ask(seed: u64, calls: usize) -> Totals {
+pub fn ask(seed: u64, calls: usize) -> Totals {
     let totals = Mutex::new(Totals::default());
     let cells: Vec<(usize, usize)> =
         (0..GRIDS.len()).flat_map(|g| (0..DIMS.len()).map(move |d| (g, d))).collect();

@@ -235,7 +235,7 @@ def attends_to_the_packed_form():
 
 def saved(folder):
     """Files with packed layers, for the Rust crate to carry and to unpack (tests/python_cache.rs)."""
-    full = [fill(TurboMoqCache(4, 3, layer=0), 700), fill(C.KVCache(), 9), fill(TurboMoqCache(8, 5, sinks=0, window=0, layer=2), 256)]
+    full = [fill(TurboMoqCache(4, 3, layer=0), 700), fill(C.KVCache(), 9), fill(TurboMoqCache(8, 5, sinks=0, window=0, layer=2), 250)]
     wide = TurboMoqCache(6, 2, layer=3, exact_call=False)
     wide.update_and_fetch(rows(500, 6, dim=80, dtype=mx.bfloat16)[0], rows(500, 6, dim=64, dtype=mx.bfloat16)[1])
     wide.trim(300)
@@ -261,7 +261,7 @@ def carried(folder):
     """Written again by the Rust crate, for this release: the same caches, which go on in the same way."""
     cache, metadata = C.load_prompt_cache(f"{folder}/full.safetensors", return_metadata=True)
     packed = sum(isinstance(c, TurboMoqCache) for c in flat(cache))
-    assert metadata == {"text": "é"} and packed == 5 and [c.offset for c in flat(cache)] == [700, 9, 256, 200, 3, 300, 4]
+    assert metadata == {"text": "é"} and packed == 5 and [c.offset for c in flat(cache)] == [700, 9, 250, 200, 3, 300, 4]
     assert same([a for c in flat(cache) for a in held_and_next(c)], np.load(f"{folder}/full.npz").values())
     empty = C.load_prompt_cache(f"{folder}/empty.safetensors")
     assert [c.offset for c in empty] == [0, 0] and [c._options[4] for c in empty] == [0, 1]
@@ -273,5 +273,5 @@ def unpacked(folder):
     cache = C.load_prompt_cache(f"{folder}/plain.safetensors")
     assert {type(c) for c in flat(cache)} == {C.KVCache}
     got = [numbers(a)[:, :, : c.offset] for c in flat(cache) for a in (c.keys, c.values)]
-    assert [c.offset for c in flat(cache)] == [700, 9, 256, 200, 3, 300, 4]
+    assert [c.offset for c in flat(cache)] == [700, 9, 250, 200, 3, 300, 4]
     assert all(error(a, b) < 1e-3 for a, b in zip(got, want)), [error(a, b) for a, b in zip(got, want)]

@@ -3,12 +3,19 @@
 classes FOLDER        parks and resumes caches of every kind, exactly: same contents, same continuation
 start FOLDER OUT      generates 64 tokens, parks, and leaves in OUT the plain cache and the last token
 go_on FOLDER OUT      a new process: resumes and goes on as from OUT/restored.safetensors, packed without the server
+ends FOLDER PROGRAM   servers that are killed and started again, that are late, and that are strangers; Ctrl-C in the middle of a call
 """
 
 import copy
+import json
+import os
 import pathlib
 import signal
+import socket
+import subprocess
 import sys
+import threading
+import time
 import warnings
 
 import mlx.core as mx
@@ -178,5 +185,104 @@ def go_on(folder, out):
     print(f"mlx-lm {mlx_lm.__version__}: 64 tokens after a resume in a new process are those of a saved cache; mean KL {np.mean(kl):.1e}")
 
 
+def serving(folder, program):
+    arguments = [program, "serve", "--budget", "1MiB", "--folder", folder, "--spill", f"{folder}/spill"]
+    server = subprocess.Popen(arguments, stdout=subprocess.PIPE)
+    assert server.stdout.readline().startswith(b"serving")
+    return server
+
+
+def answering(folder, *connections):
+    """A server that is none: each connection is greeted, and after so many seconds each request gets the next reply."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{folder}/socket")
+    listener.listen()
+    heard = []
+
+    def run():
+        for greeting, *replies in connections:
+            stream, _ = listener.accept()
+            lines = stream.makefile("r")
+            stream.sendall(json.dumps({"reply": "hello", "version": 1, "server": 1, "folder": greeting}).encode() + b"\n")
+            for wait, reply in replies:
+                heard.append(lines.readline())
+                time.sleep(wait)
+                try:
+                    stream.sendall(json.dumps(reply).encode() + b"\n")
+                except OSError:
+                    pass
+            heard.extend(lines)
+            stream.close()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread, heard, listener
+
+
+def raised(kind, call):
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"{kind} was expected")
+
+
+def ends(folder, program):
+    cache = C.make_prompt_cache(model := check.tiny_model())
+    tokens(model, cache, PROMPT[:40], 4)
+    server, pool = serving(folder, program), Pool(folder)
+    pool.park("a", cache)
+    pool.spill("a")
+    for end in ("kill", "terminate"):
+        getattr(server, end)()
+        server.wait()
+        raised(ConnectionError, pool.stats)
+        server = serving(folder, program)
+        assert pool.resume("a")[0].offset == cache[0].offset
+        pool.park("b", cache)
+    assert {a["id"] for a in pool.stats()["agents"]} == {"a", "b"}
+    pool.close()
+    server.terminate()
+    assert server.wait() == 0
+
+    # Ctrl-C between a request and its reply, then a reply that is late: the next call gets its own.
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGALRM, interrupt)
+    late, done, idle = {"reply": "stats", "agents": "late"}, {"reply": "done"}, {"reply": "error", "code": "idle", "message": ""}
+    mine = f"{folder}/mine"
+    os.mkdir(mine, 0o700)
+    thread, heard, listener = answering(folder, [mine, (0.4, late)], [mine, (0, done), (0.4, late)], [mine, (0, idle)], [mine, (0, done)])
+    pool = Pool(folder, timeout=None)
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    raised(KeyboardInterrupt, pool.stats)
+    assert pool._call({"op": "ping"}) == done
+    pool.timeout = 0.1
+    assert "no reply from the server" in raised(TimeoutError, pool.stats)
+    pool.timeout = 60
+    assert pool._call({"op": "ping"}) == done, "sent again after it was hung up on"
+    pool.close()
+    thread.join()
+    listener.close()
+    assert len(heard) == 5, heard
+
+    # Folders that are not this user's alone, in the greeting and around the socket: nothing is sent.
+    os.mkdir(open_folder := f"{folder}/open")
+    os.chmod(open_folder, 0o755)
+    os.symlink(mine, f"{folder}/link")
+    os.remove(f"{folder}/socket")
+    thread, heard, listener = answering(folder, [open_folder], [f"{folder}/link"])
+    for name in ("open", "link"):
+        assert name in raised(PermissionError, lambda: Pool(folder))
+    thread.join()
+    listener.close()
+    assert not heard, heard
+    os.chmod(open_folder, 0o777)
+    for name in ("open", "link"):
+        assert name in raised(PermissionError, lambda: Pool(f"{folder}/{name}"))
+    print(f"mlx-lm {mlx_lm.__version__}: a pool outlives its server, an interrupt and a stranger")
+
+
 if __name__ == "__main__":
-    {"classes": classes, "start": start, "go_on": go_on}[sys.argv[1]](*sys.argv[2:])
+    {"classes": classes, "start": start, "go_on": go_on, "ends": ends}[sys.argv[1]](*sys.argv[2:])

@@ -62,7 +62,7 @@ impl Side {
         let scales = match codec.format() {
             ScaleFormat::F16 => Input::f16(&[b, h, capacity, 1], &scales),
             // The low byte of the poison is no NaN in the log form.
-            ScaleFormat::Log8 => {
+            ScaleFormat::Log8 | ScaleFormat::Wide8 => {
                 let bytes: Vec<u8> =
                     scales.iter().map(|&s| if s == 0x7e00 { 255 } else { s as u8 }).collect();
                 Input::u8(&[b, h, capacity, 1], &bytes)
@@ -275,7 +275,7 @@ fn sides() -> Vec<(Option<CodecSpec>, Element, usize)> {
     for bits in 1..=8u8 {
         let dim = dims[usize::from(bits) % 8];
         let spec = CodecSpec::new(dim, bits, Grid::Uniform);
-        list.push((Some(CodecSpec { format: ScaleFormat::Log8, ..spec }), Element::F32, dim));
+        list.push((Some(CodecSpec { format: ScaleFormat::Wide8, ..spec }), Element::F32, dim));
         let dim = dims[usize::from(bits * 3 + 1) % 8];
         list.push((Some(CodecSpec::new(dim, bits, Grid::Lloyd)), Element::F32, dim));
     }

@@ -55,12 +55,12 @@ pub fn close(case: &Case, out: &[Vec<u8>]) -> Result<(), String> {
     }
     let scales: Vec<u16> = match case.spec.format {
         ScaleFormat::F16 => halves(&out[1]),
-        ScaleFormat::Log8 => out[1].iter().map(|&x| x.into()).collect(),
+        ScaleFormat::Log8 | ScaleFormat::Wide8 => out[1].iter().map(|&x| x.into()).collect(),
     };
     for (row, (a, b)) in scales.iter().zip(&case.scales).enumerate() {
         let nan = |c: u16| match case.spec.format {
             ScaleFormat::F16 => f16::from_bits(c).is_nan(),
-            ScaleFormat::Log8 => c == 255,
+            ScaleFormat::Log8 | ScaleFormat::Wide8 => c == 255,
         };
         if nan(*a) != nan(*b) || (!nan(*a) && a.abs_diff(*b) > 1) {
             return Err(format!("{}: row {row}: scale {a:#x}, wanted {b:#x}", case.spec));
@@ -88,7 +88,7 @@ fn scalar_codes_follow_the_row_form() {
         for turn in 0..3 {
             let bits = ((i * 3 + turn) % 8 + 1) as u8;
             let grid = [Grid::Lloyd, Grid::Uniform, Grid::Beta][turn];
-            let format = if i % 2 == 0 { ScaleFormat::F16 } else { ScaleFormat::Log8 };
+            let format = if i % 2 == 0 { ScaleFormat::F16 } else { ScaleFormat::Wide8 };
             let spec = CodecSpec { scale: RULES[(i + turn) % 4], format, ..CodecSpec::new(dim, bits, grid) };
             cases.push(case(spec, [1 + i % 2, 2, 5], i as u64, |_| {}));
         }
@@ -120,7 +120,7 @@ fn odd_rows(x: &mut [f32]) {
 fn odd_rows_have_the_codes_of_the_row_form() {
     let mut cases = vec![];
     for (grid, bits) in [(Grid::Uniform, 4), (Grid::Lloyd, 3), (Grid::Trellis { states: 8 }, 2)] {
-        for format in [ScaleFormat::F16, ScaleFormat::Log8] {
+        for format in [ScaleFormat::F16, ScaleFormat::Wide8] {
             for scale in RULES {
                 let spec = CodecSpec { scale, format, ..CodecSpec::new(64, bits, grid) };
                 let case = case(spec, [1, 2, 4], 3, odd_rows);
@@ -160,7 +160,7 @@ fn trellis_search_follows_the_row_form() {
             let spec = CodecSpec::new(dim, bits, Grid::Trellis { states: 8 });
             let spec = CodecSpec { scale: RULES[(i + usize::from(bits)) % 4], ..spec };
             cases.push(case(spec, [1, 1, 4], i as u64, |_| {}));
-            let spec = CodecSpec { format: ScaleFormat::Log8, ..spec };
+            let spec = CodecSpec { format: ScaleFormat::Wide8, ..spec };
             cases.push(case(spec, [1, 1, 4], 10 + i as u64, |_| {}));
         }
         cases.push(case(CodecSpec::new(128, bits, Grid::Trellis { states: 10 }), [1, 1, 2], 50, |_| {}));

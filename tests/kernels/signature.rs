@@ -236,6 +236,7 @@ const METAL: &str = "#include <cmath>\n#include <cstdint>\nusing uint = unsigned
     struct half { unsigned short bits; half() = default; template <typename T> explicit half(T); operator float() const; };\n\
     typedef half float16_t; struct bfloat16_t : half { using half::half; };\n\
     #define device\n#define constant\n#define threadgroup static\n\
+    template <typename T, typename U> T as_type(U x) { static_assert(sizeof(T) == sizeof(U), \"a cast of bits\"); T y; __builtin_memcpy(&y, &x, sizeof(T)); return y; }\n\
     namespace metal { enum class mem_flags { mem_threadgroup }; namespace fast { inline float exp(float x) { return std::exp(x); } }\n\
     using std::exp2; using std::floor; using std::log2; using std::rint; using std::sqrt; using std::tanh;\n\
     template <typename T> T simd_sum(T); template <typename T> T simd_max(T); template <typename T> T simd_min(T);\n\
@@ -246,7 +247,8 @@ const CUDA: &str = "#include <cmath>\n#include <cstdint>\n#define device\n#defin
     struct Three { unsigned x, y, z; }; extern Three threadIdx, blockIdx, blockDim, gridDim;\n\
     struct __half { unsigned short bits; __half() = default; template <typename T> explicit __half(T); operator float() const; };\n\
     typedef __half float16_t; struct bfloat16_t : __half { using __half::__half; };\n\
-    void __syncthreads(); float __int_as_float(int); inline float __expf(float x) { return std::exp(x); }\n\
+    void __syncthreads(); float __int_as_float(int); float __uint_as_float(unsigned); unsigned __float_as_uint(float);\n\
+    unsigned short __half_as_ushort(__half); __half __ushort_as_half(unsigned short); inline float __expf(float x) { return std::exp(x); }\n\
     inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }\n\
     template <typename T> T __shfl_xor_sync(unsigned, T, int); unsigned __ballot_sync(unsigned, bool);\n";
 

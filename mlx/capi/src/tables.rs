@@ -6,8 +6,6 @@ use super::codes::{tmq_codec, tmq_codes};
 use super::tmq_status::{self, TMQ_UNSUPPORTED};
 use super::{Failure, by_ref, guard, write};
 use turbomoq::codec::BandGrid;
-use turbomoq::spec::ScaleFormat;
-use turbomoq::tensor::Tensor;
 
 /// The rotation of a codec: a vector x becomes y with y_i = sum over j of out[i * head_dim + j] * x_j; `len` must be
 /// head_dim * head_dim. A Hadamard rotation of a power of two has the signs that it begins with in its first row.
@@ -67,13 +65,7 @@ pub unsafe extern "C" fn tmq_codes_words(codes: *const tmq_codes, out: *mut u32,
 pub unsafe extern "C" fn tmq_codes_scales(codes: *const tmq_codes, out: *mut f32, len: usize) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let stored = by_ref(codes, "codes")?.0.scales().permute(&[0, 2, 1, 3])?;
-        let scales = match &stored {
-            Tensor::U8(_) => {
-                stored.to_vec::<u8>()?.into_iter().map(|code| ScaleFormat::Log8.value(code.into())).collect()
-            }
-            _ => stored.to_f32()?,
-        };
+        let scales = by_ref(codes, "codes")?.0.scale_values()?.permute(&[0, 2, 1, 3])?.to_f32()?;
         write(out, len, &scales)
     })
 }

@@ -1,4 +1,9 @@
-"""The client of `turbomoq serve`: requests are lines of JSON, caches are mlx-lm's own prompt-cache files on a memory file system."""
+"""The client of `turbomoq serve`: requests are lines of JSON, caches are mlx-lm's own prompt-cache files on a memory file system.
+
+A client believes nobody but a server of its own user. A connection whose request was interrupted, timed out or failed is given up, so
+no request ever reads the reply to another; the next call connects again. A request is sent a second time only if the server has
+certainly not seen the first.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,13 @@ import json
 import os
 import pathlib
 import socket
+import stat
+import struct
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterator, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import mlx.core as mx
 import mlx_lm
@@ -28,7 +36,95 @@ def default_folder() -> pathlib.Path:
         return pathlib.Path(folder)
     if run := os.environ.get("XDG_RUNTIME_DIR"):
         return pathlib.Path(run) / "turbomoq"
+    if sys.platform == "darwin" and (home := os.environ.get("HOME")):
+        return pathlib.Path(home) / "Library/Caches/turbomoq"
     return pathlib.Path(f"/tmp/turbomoq-{os.geteuid()}")
+
+
+def _check_folder(path: pathlib.Path, bits: int) -> None:
+    """Refuses what is no real folder of this user, or has any of these bits in its mode."""
+    found = os.lstat(path)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & bits:
+        mode = stat.S_IMODE(found.st_mode)
+        raise PermissionError(f"{path} (user {found.st_uid}, mode {mode:o}) is no folder that is user {os.geteuid()}'s alone")
+
+
+def _user_of(peer: socket.socket) -> int:
+    """The user at the other end."""
+    if sys.platform == "darwin":  # struct xucred, by getsockopt(SOL_LOCAL, LOCAL_PEERCRED)
+        return struct.unpack_from("=II", peer.getsockopt(0, 1, 76))[1]
+    return struct.unpack("iII", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[1]
+
+
+class _Unseen(Exception):
+    """The server has not seen a request."""
+
+
+class _Link:
+    """One connection."""
+
+    GREETING = 30.0
+    """Seconds that the greeting may take, and a request to be taken."""
+
+    def __init__(self, path: pathlib.Path):
+        self.path, self.rest = path, b""
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.socket.settimeout(self.GREETING)
+            try:
+                _check_folder(path, 0o022)
+                self.socket.connect(str(path / "socket"))
+            except PermissionError:
+                raise
+            except OSError as error:
+                raise ConnectionError(f"no server in {path}: turbomoq serve --folder {path}") from error
+            if (user := _user_of(self.socket)) != os.geteuid():
+                raise PermissionError(f"the server in {path} is user {user}'s, not user {os.geteuid()}'s")
+            hello = self.reply(self.GREETING)
+            if hello.get("version") != VERSION:
+                raise PoolError("version", f"the server speaks version {hello.get('version')}, this package {VERSION}")
+            self.folder = pathlib.Path(hello["folder"])
+            _check_folder(self.folder, 0o077)
+        except BaseException:
+            self.socket.close()
+            raise
+
+    def fresh(self) -> bool:
+        """Whether it is open and nothing lies in it that no request has asked for."""
+        self.socket.settimeout(0)
+        try:
+            self.socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return not self.rest
+        except OSError:
+            pass
+        return False
+
+    def send(self, request: dict[str, Any]) -> None:
+        self.socket.settimeout(self.GREETING)
+        try:
+            self.socket.sendall(json.dumps(request).encode() + b"\n")
+        except OSError as error:  # a line that was not written to its end is none to the server
+            raise _Unseen from error
+
+    def reply(self, timeout: Optional[float]) -> dict[str, Any]:
+        self.socket.settimeout(timeout)
+        while b"\n" not in self.rest:
+            try:
+                part = self.socket.recv(1 << 16)
+            except TimeoutError as error:
+                text = f"no reply from the server in {self.path} within {timeout} s; whether the request was done is not known"
+                raise TimeoutError(text) from error
+            if not part:
+                raise ConnectionError(f"the server in {self.path} is gone; whether the request was done is not known")
+            self.rest += part
+        line, self.rest = self.rest.split(b"\n", 1)
+        reply = json.loads(line)
+        if reply["reply"] == "error":
+            if reply["code"] == "idle":
+                raise _Unseen
+            raise PoolError(reply["code"], reply["message"])
+        return reply
 
 
 class PoolError(RuntimeError):
@@ -58,22 +154,21 @@ class Parked:
 
 
 class Pool:
-    """A connection to a server. Not for several threads at a time; a connection each costs little."""
+    """A client of a server, which may be started again meanwhile. Not for several threads at a time; one for each costs little.
 
-    def __init__(self, folder: Optional[os.PathLike | str] = None):
+    `timeout` bounds the seconds of a reply; packing a long cache of a large model takes minutes. `None` waits for ever. A call that is
+    interrupted (Ctrl-C), times out or loses the server may have been done or not; the calls after it are not touched by that.
+    """
+
+    def __init__(self, folder: Optional[os.PathLike | str] = None, timeout: Optional[float] = 600.0):
         self.path = pathlib.Path(folder) if folder is not None else default_folder()
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            self._socket.connect(str(self.path / "socket"))
-        except OSError as error:
-            self._socket.close()
-            raise ConnectionError(f"no server in {self.path}: turbomoq serve --folder {self.path}") from error
-        self._lines = self._socket.makefile("r", encoding="utf-8")
+        self.timeout = timeout
         self._count = 0
-        hello = self._reply()
-        if hello.get("version") != VERSION:
-            raise PoolError("version", f"the server speaks version {hello.get('version')}, this package {VERSION}")
-        self._folder = pathlib.Path(hello["folder"])
+        self._link: Optional[_Link] = _Link(self.path)
+
+    @property
+    def _folder(self) -> pathlib.Path:
+        return self._connected().folder
 
     def park(
         self,
@@ -84,32 +179,44 @@ class Pool:
         priority: float = 1.0,
         recipe: Optional[str] = None,
         metadata: Optional[dict[str, str]] = None,
+        uneven: bool = False,
     ) -> Parked:
-        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed."""
+        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed.
+
+        Layers that stand at different tokens are refused, unless `uneven` says that it is meant.
+        """
         for layer, entry in enumerate(cache):
             if type(entry).__name__.startswith("Batch"):
                 name = type(entry).__name__
                 raise PoolError("batch-cache", f"layer {layer} is a {name} of several sequences: extract one of them and park that")
         held = sum(a.nbytes for _, a in tree_flatten([c.state for c in cache]) if isinstance(a, mx.array))
-        room = os.statvfs(self._folder)
-        if held > room.f_bavail * room.f_frsize:
-            raise PoolError("io", f"{held} bytes do not fit into {self._folder}: {room.f_bavail * room.f_frsize} are free")
         self._count += 1
         segment = f"p{self._count}.safetensors"
-        path = self._folder / segment
-        try:
+        request = {"op": "park", "id": id, "segment": segment, "kind": kind, "priority": priority, "recipe": recipe}
+        if uneven:
+            request["uneven"] = True
+        path = None
+
+        def save(folder: pathlib.Path) -> None:
+            nonlocal path
+            room = os.statvfs(folder)
+            if held > room.f_bavail * room.f_frsize:
+                raise PoolError("io", f"{held} bytes do not fit into {folder}: {room.f_bavail * room.f_frsize} are free")
+            path = folder / segment
             save_prompt_cache(str(path), cache, metadata or {})
-            request = {"op": "park", "id": id, "segment": segment, "kind": kind, "priority": priority, "recipe": recipe}
-            reply = self._call(request)
+
+        try:
+            reply = self._call(request, save)
         finally:
-            path.unlink(missing_ok=True)
+            if path is not None:
+                path.unlink(missing_ok=True)
         fields = ("bytes", "added", "fp16_bytes", "spilled", "evicted")
         return Parked(bits=tuple(reply["bits"]), **{name: reply[name] for name in fields})
 
     def resume(self, id: str, return_metadata: bool = False) -> Any:
         """The prompt cache of an agent, as mlx-lm loads it. The pool keeps its copy until the next park or `drop`."""
         reply = self._call({"op": "resume", "id": id, "layout": LAYOUT})
-        path = self._folder / reply["segment"]
+        path = self._link.folder / reply["segment"]
         try:
             cache, metadata = load_prompt_cache(str(path), return_metadata=True)
             # Loading is lazy: the arrays have to be there before the file goes.
@@ -185,8 +292,9 @@ class Pool:
 
     def close(self) -> None:
         """Ends the connection."""
-        self._lines.close()
-        self._socket.close()
+        link, self._link = self._link, None
+        if link is not None:
+            link.socket.close()
 
     def __enter__(self) -> "Pool":
         return self
@@ -194,15 +302,27 @@ class Pool:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _call(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._socket.sendall(json.dumps(request).encode() + b"\n")
-        return self._reply()
+    def _connected(self) -> _Link:
+        if self._link is None or not self._link.fresh():
+            self.close()
+            self._link = _Link(self.path)
+        return self._link
 
-    def _reply(self) -> dict[str, Any]:
-        line = self._lines.readline()
-        if not line:
-            raise ConnectionError(f"the server in {self.path} is gone")
-        reply = json.loads(line)
-        if reply["reply"] == "error":
-            raise PoolError(reply["code"], reply["message"])
-        return reply
+    def _call(self, request: dict[str, Any], before: Callable[[pathlib.Path], None] = lambda folder: None) -> dict[str, Any]:
+        """Sends a request, after `before` has put its file into the connection's folder, and waits for the reply."""
+        for last in (False, True):
+            link = self._connected()
+            before(link.folder)
+            try:
+                link.send(request)
+                return link.reply(self.timeout)
+            except PoolError:
+                raise
+            except _Unseen as error:
+                self.close()
+                if last:
+                    raise ConnectionError(f"the server in {self.path} takes no requests") from error.__cause__
+            except BaseException:  # a reply may be on its way that belongs to no later request
+                self.close()
+                raise
+        raise AssertionError("unreachable")
