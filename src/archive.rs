@@ -113,9 +113,13 @@ impl Archive {
         // Where the rows come from is no word of the user.
         let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
         let mut budget = Budget::default();
+        let mut kv_layers = 0;
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
+            let ordinal = kv_layers;
+            kv_layers += usize::from(layer.is_kv());
             let before = before.and_then(|b| b.layers.get(i));
-            let entry = pack(layer, &i.to_string(), i, compressor, before, origin.as_ref(), &mut budget);
+            let entry =
+                pack(layer, &i.to_string(), ordinal, compressor, before, origin.as_ref(), &mut budget);
             done();
             entry
         });
@@ -205,12 +209,15 @@ impl Archive {
 
     fn read_with(path: &Path, verify: bool) -> Result<Archive> {
         let mut file = Container::open(path)?;
-        let Manifest { recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
+        let Manifest { version, recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
         let layout = layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
         let budget = RefCell::default();
+        let mut kv_layers = 0;
         let layers = layers.into_iter().enumerate().map(|(layer, manifest)| {
-            let at = layer.to_string();
-            Reader { file: &file, recipe: &recipe, at, layer, budget: &budget }.entry(manifest)
+            let (at, ordinal) = (layer.to_string(), kv_layers);
+            kv_layers += usize::from(manifest.is_kv());
+            let kv_layer = if version == 1 { layer } else { ordinal };
+            Reader { file: &file, recipe: &recipe, at, kv_layer, budget: &budget }.entry(manifest)
         });
         let layers = layers.collect::<Result<_>>()?;
         match file.unread() {
@@ -254,18 +261,19 @@ impl Pooled for Archive {
     }
 }
 
-/// Packs a layer, if it has keys and values of tokens. `budget` counts the codecs of the cache.
+/// Packs a layer, if it has keys and values of tokens. Its place in the model is `at`, its ordinal among the layers with keys and values
+/// `kv_layer`, as recipes count them. `budget` counts the codecs of the cache.
 fn pack<E: Engine>(
     layer: &Layer,
     at: &str,
-    index: usize,
+    kv_layer: usize,
     compressor: &Compressor<E>,
     before: Option<&Entry>,
     origin: Option<&Origin>,
     budget: &mut Budget,
 ) -> Result<Entry> {
     if let Layer::List(list) = layer {
-        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), index, compressor, None, origin, budget);
+        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), kv_layer, compressor, None, origin, budget);
         return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
     }
     let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
@@ -274,7 +282,7 @@ fn pack<E: Engine>(
     let shell = shell_of(layer, kind);
     // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
     if kv.values.is_empty() || kv.keys.is_empty() {
-        check_rows(index, Side::Key, &kv.keys)?;
+        check_rows(at, Side::Key, &kv.keys)?;
         let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
         return Ok(Entry::Packed { shell, layer });
     }
@@ -295,11 +303,12 @@ fn pack<E: Engine>(
     };
     for (side, x) in [(Side::Key, &kv.keys), (Side::Value, &kv.values)] {
         let dim = x.shape().last().copied().unwrap_or_default();
-        if let Some(spec) = compressor.recipe().spec(side, index, dim)? {
+        if let Some(spec) = compressor.recipe().spec(side, kv_layer, dim)? {
             budget.take(&spec, x.nbytes())?;
         }
     }
-    let packed = compressor.compress_layer_from(index, &kv.keys, &kv.values, before.as_ref(), frames)?;
+    let packed =
+        compressor.compress_layer_from(kv_layer, at, &kv.keys, &kv.values, before.as_ref(), frames)?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
         let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;

@@ -30,7 +30,7 @@ pub use capacity::{Plan, PlanPart};
 pub use heads::HeadGroups;
 pub use layer::LayerCache;
 pub use mask::Mask;
-pub use model::KvCache;
+pub use model::{KvCache, KvLayer};
 pub use models::{Claim, Model, ModelPlan, Sliding, models};
 pub use report::{LayerReport, Part};
 pub use state::{GroupsState, ModelState, State};

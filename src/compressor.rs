@@ -151,7 +151,7 @@ impl<E: Engine> Compressor<E> {
     /// As [`Compressor::compress_layer`].
     pub fn calibrate(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
         for (side, x) in [(Side::Key, keys), (Side::Value, values)] {
-            let [_, _, t, d] = check_rows(layer, side, x)?;
+            let [_, _, t, d] = check_rows(&layer.to_string(), side, x)?;
             let Some(spec) = self.recipe.spec(side, layer, d)? else { continue };
             let scalar = matches!(spec.grid, Grid::Lloyd | Grid::Beta | Grid::Fitted | Grid::Uniform);
             if !scalar || spec.outliers > 0 || t == 0 {
@@ -188,7 +188,8 @@ impl<E: Engine> Compressor<E> {
         Ok(Some(Arc::new(codec)))
     }
 
-    /// Packs one layer, keys and values [B, H, T, D] with D of their own.
+    /// Packs one layer, keys and values [B, H, T, D] with D of their own. `layer` counts the layers that have keys and values, as
+    /// recipes, plans and live caches do: in a hybrid model with attention in layers 3, 7 and 11 these are 0, 1 and 2.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if they are not float tensors of four axes that agree in all but the last,
@@ -215,28 +216,30 @@ impl<E: Engine> Compressor<E> {
         values: &Tensor,
         before: Option<&CompressedLayer<E::Tensor>>,
     ) -> Result<CompressedLayer<E::Tensor>> {
-        self.compress_layer_from(layer, keys, values, before, [None, None])
+        self.compress_layer_from(layer, &layer.to_string(), keys, values, before, [None, None])
     }
 
-    /// As [`Compressor::compress_layer_after`]; rows of a side with a frame were packed with that frame before.
+    /// As [`Compressor::compress_layer_after`]; rows of a side with a frame were packed with that frame before. Errors call the layer
+    /// by its `name`.
     pub(crate) fn compress_layer_from(
         &self,
         layer: usize,
+        name: &str,
         keys: &Tensor,
         values: &Tensor,
         before: Option<&CompressedLayer<E::Tensor>>,
         [key_frame, value_frame]: [Option<Frame<Tensor>>; 2],
     ) -> Result<CompressedLayer<E::Tensor>> {
-        let (k, v) = (check_rows(layer, Side::Key, keys)?, check_rows(layer, Side::Value, values)?);
+        let (k, v) = (check_rows(name, Side::Key, keys)?, check_rows(name, Side::Value, values)?);
         if k[..3] != v[..3] {
             return Err(
                 values.wrong_shape("values", format!("[{}, {}, {}, D] as the keys", k[0], k[1], k[2]))
             );
         }
         Ok(CompressedLayer {
-            key: self.compress_side(layer, Side::Key, keys, k, before.map(|l| &l.key), key_frame)?,
+            key: self.compress_side((layer, name), Side::Key, keys, k, before.map(|l| &l.key), key_frame)?,
             value: self.compress_side(
-                layer,
+                (layer, name),
                 Side::Value,
                 values,
                 v,
@@ -260,7 +263,7 @@ impl<E: Engine> Compressor<E> {
 
     fn compress_side(
         &self,
-        layer: usize,
+        (layer, name): (usize, &str),
         side: Side,
         x: &Tensor,
         shape: [usize; 4],
@@ -298,7 +301,7 @@ impl<E: Engine> Compressor<E> {
                         self.engine.encode(&codec, frame, &rows)?
                     }
                 };
-                packable::check(&self.engine, &codes, &rows, sinks, &format!("layer {layer} {side}s"))?;
+                packable::check(&self.engine, &codes, &rows, sinks, &format!("layer {name} {side}s"))?;
                 Some(codes)
             }
             _ => None,
@@ -364,7 +367,7 @@ fn unit_coordinates(codes: &Codes<Tensor>) -> Result<Vec<f32>> {
 ///
 /// # Errors
 /// As [`Compressor::compress_layer`].
-pub(crate) fn check_rows(layer: usize, side: Side, x: &Tensor) -> Result<[usize; 4]> {
+pub(crate) fn check_rows(layer: &str, side: Side, x: &Tensor) -> Result<[usize; 4]> {
     let what = if side == Side::Key { "keys" } else { "values" };
     if x.float().is_none() {
         return Err(x.wrong_dtype(what, "F32, F16 or BF16"));

@@ -10,8 +10,10 @@ use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use turbomoq::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
+use turbomoq::cache::{KvCache, KvLayer, LayerShape};
 use turbomoq::pool::{Label, Spill};
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
+use turbomoq::spec::{CodecSpec, Side};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Result, Tensor, files};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -1048,4 +1050,36 @@ fn codecs_of_many_layers_without_rows_to_speak_of_cost_no_gigabytes() {
         }
         other => panic!("{:?}", other.map(|a| a.stats())),
     }
+}
+
+#[test]
+fn layers_without_keys_do_not_count_in_recipes_plans_and_files() {
+    let x = keys(&[1, 2, 40, 64], 7);
+    let state = || Layer::Arrays { arrays: vec![], left_padding: None, lengths: None };
+    let mut cache = plain(vec![(x.clone(), x.clone()), (x.clone(), x.clone())]);
+    // Attention in layers 3 and 7.
+    for at in [0, 0, 0, 4, 4, 4] {
+        cache.layers.insert(at, state());
+    }
+    let planned: Recipe = "turboquant-mse@4,key-bits=3-2,value-bits=2-4".parse().unwrap();
+    let archive = pack(&cache, &planned.to_string());
+    let specs: Vec<CodecSpec> = archive
+        .packed()
+        .iter()
+        .flat_map(|(_, _, layer)| {
+            [&layer.key, &layer.value].map(|side| *side.body.as_ref().unwrap().codec().spec())
+        })
+        .collect();
+    let wanted = |layer| [Side::Key, Side::Value].map(|side| planned.spec(side, layer, 64).unwrap().unwrap());
+    assert_eq!(specs, [wanted(0), wanted(1)].concat());
+    let path = tempfile::tempdir().unwrap();
+    let path = path.path().join("hybrid.tmq");
+    archive.write(&path).unwrap();
+    assert_eq!(unpack(&Archive::read(&path).unwrap()), unpack(&archive));
+    // A live cache of the same model packs with the same codecs.
+    let shape = Some(LayerShape { key_dim: 64, value_dim: 64 });
+    let shapes = [None, None, None, shape, None, None, None, shape];
+    let live = KvCache::new(turbomoq::cpu::Cpu, &planned, &shapes, &[]).unwrap();
+    assert_eq!(live.ordinal(7), Some(KvLayer(1)));
+    assert_eq!(live.layers().len(), archive.packed().len());
 }

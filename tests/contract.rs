@@ -5,7 +5,7 @@ mod common;
 use common::attention::{cache, exact};
 use common::*;
 use turbomoq::attention::Rules;
-use turbomoq::cache::{KvCache, LayerCache, LayerShape, Mask, State};
+use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask, State};
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::policy::TierPolicy;
@@ -258,12 +258,13 @@ fn arrays_of_a_state_that_do_not_fit_one_another_are_refused() {
 fn a_model_goes_on_from_its_state() {
     // A hybrid: the middle layer has no keys and values.
     let shape = Some(LayerShape { key_dim: 64, value_dim: 64 });
-    let mut one = KvCache::new(Cpu, &"best@4/4".parse().unwrap(), &[shape, None, shape], &[1]).unwrap();
+    let mut one =
+        KvCache::new(Cpu, &"best@4/4".parse().unwrap(), &[shape, None, shape], &[KvLayer(1)]).unwrap();
     let (k, v) = (keys(&[1, 2, 300, 64], 1), gauss(&[1, 2, 300, 64], 2));
     one.layers_mut().iter_mut().for_each(|l| l.append(&k, &v).unwrap());
     let state = one.state().unwrap();
     let two = KvCache::from_state(Cpu, &state).unwrap();
-    assert_eq!((two.offset(), two.ordinal(1), two.ordinal(2)), (300, None, Some(1)));
+    assert_eq!((two.offset(), two.ordinal(1), two.ordinal(2)), (300, None, Some(KvLayer(1))));
     for (a, b) in one.layers().iter().zip(two.layers()) {
         assert_eq!(a.fetch().unwrap(), b.fetch().unwrap());
     }

@@ -5,7 +5,7 @@ mod common;
 use common::attention::{cache, exact};
 use common::*;
 use turbomoq::attention::Rules;
-use turbomoq::cache::{KvCache, LayerCache, LayerShape, Mask};
+use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask};
 use turbomoq::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
@@ -170,7 +170,7 @@ fn a_limit_that_cannot_hold_is_refused_before_anything_is_kept() {
     let recipe: Recipe = FOUR_BITS.parse().unwrap();
     let shape = Some(LayerShape { key_dim: D, value_dim: D });
     let mut model =
-        KvCache::new(Cpu, &recipe, &[shape, shape], &[0]).unwrap().with_tiers(&policy, 1).unwrap();
+        KvCache::new(Cpu, &recipe, &[shape, shape], &[KvLayer(0)]).unwrap().with_tiers(&policy, 1).unwrap();
     let [k, v] = rows(11);
     model.layers_mut().iter_mut().for_each(|layer| layer.append(&k, &v).unwrap());
     let [exact, packed] = model.layers() else { panic!("two layers") };

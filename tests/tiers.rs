@@ -4,7 +4,7 @@ mod common;
 
 use common::*;
 use turbomoq::attention::Rules;
-use turbomoq::cache::{KvCache, LayerCache, LayerShape, OBSERVE_EVERY, Plan};
+use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, OBSERVE_EVERY, Plan};
 use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
 use turbomoq::engine::Engine;
 use turbomoq::policy::{ModelShape, TierPolicy};
@@ -364,11 +364,11 @@ fn a_model_counts_its_kv_layers_and_exempts_some() {
     let shape = Some(LayerShape { key_dim: D, value_dim: D });
     let shapes = [shape, None, shape, shape, None, shape];
     let recipe: Recipe = "best@4/4,sinks=0,window=0".parse().unwrap();
-    let mut cache = KvCache::new(Cpu, &recipe, &shapes, &[0, 3])
+    let mut cache = KvCache::new(Cpu, &recipe, &shapes, &[KvLayer(0), KvLayer(3)])
         .unwrap()
         .with_tiers(&SHORT.parse().unwrap(), 16)
         .unwrap();
-    assert_eq!((cache.layers().len(), cache.ordinal(1), cache.ordinal(5)), (4, None, Some(3)));
+    assert_eq!((cache.layers().len(), cache.ordinal(1), cache.ordinal(5)), (4, None, Some(KvLayer(3))));
     assert!(cache.at(4).is_none() && cache.at(9).is_none());
     let t = 1900;
     let x = half(&gauss(&[1, 2, t, D], 3));
@@ -386,7 +386,7 @@ fn a_model_counts_its_kv_layers_and_exempts_some() {
     assert!(reports[0].bytes() > 2 * reports[1].bytes());
     assert_eq!((cache.offset(), cache.trim(100).unwrap(), cache.offset()), (t, 100, t - 100));
     assert!(matches!(
-        KvCache::new(Cpu, &recipe, &shapes, &[4]),
+        KvCache::new(Cpu, &recipe, &shapes, &[KvLayer(4)]),
         Err(Error::Unsupported { field: "exempt", .. })
     ));
     let mixed = KvCache::with_recipes(Cpu, &shapes, |i| format!("best@{}/2", i + 1).parse().unwrap());

@@ -56,6 +56,17 @@ pub(super) enum LayerManifest {
     List(Vec<LayerManifest>),
 }
 
+impl LayerManifest {
+    /// As [`Layer::is_kv`] of the layer that it describes.
+    pub(super) fn is_kv(&self) -> bool {
+        match self {
+            LayerManifest::Packed(_) | LayerManifest::Empty { .. } | LayerManifest::Opaque(_) => true,
+            LayerManifest::Arrays(_) => false,
+            LayerManifest::List(layers) => layers.iter().any(LayerManifest::is_kv),
+        }
+    }
+}
+
 #[derive(Serialize, Deserialize)]
 pub(super) struct PackedManifest {
     pub(super) shell: Shell,

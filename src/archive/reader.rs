@@ -19,8 +19,8 @@ pub(super) struct Reader<'a> {
     pub(super) recipe: &'a Recipe,
     /// Place in the file, `3` or `3.1` inside a list.
     pub(super) at: String,
-    /// Index of the layer in the model.
-    pub(super) layer: usize,
+    /// Ordinal of the layer among those with keys and values; in files of version 1 its index in the model.
+    pub(super) kv_layer: usize,
     /// Of the codecs of the whole file.
     pub(super) budget: &'a RefCell<Budget>,
 }
@@ -163,11 +163,11 @@ impl Reader<'_> {
     /// A codec with another seed would read the codes as noise.
     fn follows_recipe(&self, side: Side, spec: &CodecSpec) -> Result<()> {
         let bad = |e: &dyn std::fmt::Display| self.bad(format!("{side}: codec {spec}: {e}"));
-        match self.recipe.spec(side, self.layer, spec.head_dim).map_err(|e| bad(&e))? {
+        match self.recipe.spec(side, self.kv_layer, spec.head_dim).map_err(|e| bad(&e))? {
             Some(wanted) if wanted.seed == spec.seed => Ok(()),
             wanted => {
                 let wanted = wanted.map_or("exact".into(), |wanted| wanted.to_string());
-                Err(bad(&format!("the recipe says {wanted} for layer {}", self.layer)))
+                Err(bad(&format!("the recipe says {wanted} for KV layer {}", self.kv_layer)))
             }
         }
     }

@@ -37,12 +37,14 @@ impl Archive {
             let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, &recipe));
             let mut parcel = Parcel::split(Archive { recipe, layout, metadata, layers: vec![] })?;
             let (mut budget, mut sums, mut offsets) = (Budget::default(), [[0; 2]; 2], vec![]);
+            let mut kv_layers = 0;
             for (i, layer) in layers.enumerate() {
-                let layer = layer?;
+                let (layer, ordinal) = (layer?, kv_layers);
+                kv_layers += usize::from(layer.is_kv());
                 let old = before.filter(|b| i < b.rest().layers.len()).map(|b| layer_of(b, i)).transpose()?;
                 Offset::of(i.to_string(), &layer, &mut offsets);
                 let (at, origin) = (i.to_string(), origin.as_ref());
-                let entry = pack(&layer, &at, i, compressor, old.as_ref(), origin, &mut budget)?;
+                let entry = pack(&layer, &at, ordinal, compressor, old.as_ref(), origin, &mut budget)?;
                 measure(&entry, &mut sums);
                 parcel.extend(|archive| archive.layers.push(entry))?;
             }

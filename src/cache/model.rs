@@ -9,6 +9,11 @@ use crate::error::{Error, Result};
 use crate::policy::TierPolicy;
 use crate::recipe::Recipe;
 
+/// A layer by its ordinal among the layers of a model that have keys and values: the one numbering of recipes, plans, live caches and
+/// compressed files. In a hybrid model with attention in layers 3, 7 and 11 these are 0, 1 and 2.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct KvLayer(pub usize);
+
 /// Caches of the KV layers of a model.
 #[derive(Clone)]
 pub struct KvCache<E: Engine> {
@@ -35,12 +40,12 @@ impl<E: Engine + Clone> KvCache<E> {
         engine: E,
         recipe: &Recipe,
         shapes: &[Option<LayerShape>],
-        exempt: &[usize],
+        exempt: &[KvLayer],
     ) -> Result<KvCache<E>> {
         let count = shapes.iter().flatten().count();
-        if let Some(bad) = exempt.iter().find(|&&i| i >= count) {
+        if let Some(bad) = exempt.iter().find(|layer| layer.0 >= count) {
             let reason = format!("the model has {count} layers with keys and values");
-            return Err(Error::Unsupported { field: "exempt", value: bad.to_string(), reason });
+            return Err(Error::Unsupported { field: "exempt", value: bad.0.to_string(), reason });
         }
         if let Some(plan) = &recipe.plan
             && [plan.key.layers(), plan.value.layers()] != [count; 2]
@@ -49,7 +54,7 @@ impl<E: Engine + Clone> KvCache<E> {
             let reason = format!("the model has {count} layers with keys and values");
             return Err(Error::Unsupported { field: "bits of a layer", value, reason });
         }
-        KvCache::with_recipes(engine, shapes, |ordinal| match exempt.contains(&ordinal) {
+        KvCache::with_recipes(engine, shapes, |ordinal| match exempt.contains(&KvLayer(ordinal)) {
             true => Recipe { key: None, value: None, ..recipe.clone() },
             false => recipe.clone(),
         })
@@ -105,13 +110,13 @@ impl<E: Engine + Clone> KvCache<E> {
     }
 
     /// Ordinal of a layer of the model among those with keys and values.
-    pub fn ordinal(&self, layer: usize) -> Option<usize> {
-        self.ordinals.get(layer).copied().flatten()
+    pub fn ordinal(&self, layer: usize) -> Option<KvLayer> {
+        self.ordinals.get(layer).copied().flatten().map(KvLayer)
     }
 
     /// The cache of a layer of the model, if it has one.
     pub fn at(&mut self, layer: usize) -> Option<&mut LayerCache<E>> {
-        let ordinal = self.ordinal(layer)?;
+        let KvLayer(ordinal) = self.ordinal(layer)?;
         self.layers.get_mut(ordinal)
     }
 

@@ -153,6 +153,18 @@ impl Layer {
         }
     }
 
+    /// Whether the layer has keys and values of attention, which gives it an ordinal among the KV layers of the model; a list counts
+    /// once.
+    pub fn is_kv(&self) -> bool {
+        match self {
+            Layer::Kv { .. } | Layer::Quantized { .. } | Layer::Rotating { .. } | Layer::Opaque { .. } => {
+                true
+            }
+            Layer::Arrays { .. } => false,
+            Layer::List(layers) => layers.iter().any(Layer::is_kv),
+        }
+    }
+
     /// Position of the next token, if the layer has a [`Layer::kind`].
     pub fn offset(&self) -> Option<usize> {
         let rows = self.rows();
