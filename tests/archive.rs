@@ -698,7 +698,7 @@ fn shapes_are_compared_before_a_codec_is_built() {
         assert!(held < 8 * bytes.len() + (1 << 20), "{codec}: {held}");
     }
     // The width fits here, the words do not.
-    let wide = with_manifest(|m| m["layers"][0]["packed"]["value"]["codec"] = json!("d32:b3:qjl128x8"));
+    let wide = with_manifest(|m| m["layers"][0]["packed"]["value"]["codec"] = json!("d32:b3:qjl64x2"));
     refused(&wide, "0: value: words U32");
 }
 
