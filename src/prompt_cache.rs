@@ -23,7 +23,7 @@ pub use container::RawTensor;
 pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
 pub(crate) use offsets::Offset;
-pub use offsets::usual_offset;
+pub use offsets::{place_in_layer, usual_offsets};
 pub use ring::Ring;
 pub(crate) use write::Layers;
 

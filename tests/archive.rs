@@ -817,14 +817,22 @@ fn layers_that_stand_at_other_tokens_are_named() {
     let mut cache = plain([300, 300].map(of).to_vec());
     let (keys, values) = of(8);
     let mut ring = Ring { keep: 0, max_size: 8, offset: 300, idx: 8 };
-    cache.layers.push(Layer::List(vec![Layer::Rotating { kv: Some(Pair { keys, values }), ring }]));
+    cache.layers.push(Layer::Rotating { kv: Some(Pair { keys, values }), ring });
     cache.check_even().unwrap();
     ring.offset = 299;
-    let Layer::List(list) = &mut cache.layers[2] else { panic!() };
-    let Layer::Rotating { ring: held, .. } = &mut list[0] else { panic!() };
+    let Layer::Rotating { ring: held, .. } = &mut cache.layers[2] else { panic!() };
     *held = ring;
     let text = cache.check_even().unwrap_err().to_string();
-    assert!(text.contains("299 in layer 2.0 (RotatingKVCache)"), "{text}");
+    assert!(text.contains("299 in layer 2 (RotatingKVCache)"), "{text}");
+    // What a list holds may stand elsewhere, as long as all lists agree.
+    let list = |tokens: [usize; 2]| {
+        let layer = |(keys, values)| Layer::Kv { class: KvClass::Kv, kv: Some(Pair { keys, values }) };
+        Layer::List(tokens.map(|tokens| layer(of(tokens))).to_vec())
+    };
+    let lists = PromptCache { layers: vec![list([3, 4]), list([3, 4]), list([3, 4])], ..plain(vec![]) };
+    lists.check_even().unwrap();
+    let lists = PromptCache { layers: vec![list([3, 4]), list([3, 3]), list([3, 4])], ..lists };
+    assert!(lists.check_even().unwrap_err().to_string().contains("3 in layer 1.1"));
     cache.layers.push(Layer::Kv { class: KvClass::Kv, kv: None });
     assert!(cache.check_even().is_err());
 }
