@@ -9,6 +9,7 @@
 
 mod append;
 mod capacity;
+mod consistent;
 mod heads;
 mod layer;
 mod mask;
@@ -19,6 +20,7 @@ mod report;
 mod state;
 mod tiers;
 mod trim;
+mod undo;
 
 pub use capacity::{Plan, PlanPart};
 pub use heads::HeadGroups;
@@ -40,6 +42,7 @@ use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;
 use std::sync::Arc;
+use undo::Undo;
 
 /// Channels of the keys and values of a layer.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,52 +148,45 @@ impl<E: Engine + Clone> SequenceCache<E> {
         &self.recipe
     }
 
-    /// See [`LayerCache::update_and_fetch`].
-    pub fn update_and_fetch(
-        &mut self,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-    ) -> Result<(E::Tensor, E::Tensor)> {
-        self.append(keys, values)?;
-        self.fetch()
-    }
-
-    /// See [`LayerCache::append`].
-    pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
-        let total = self.check(keys, values)?;
-        let mut done = 0;
-        while done < total {
-            done += self.append_piece(keys, values, done)?;
-        }
-        Ok(())
-    }
-
-    /// See [`LayerCache::update_and_attend`].
-    pub fn update_and_attend(
-        &mut self,
+    /// Checks the arrays of [`LayerCache::update_and_attend`].
+    fn check_attend(
+        &self,
         queries: &E::Tensor,
         keys: &E::Tensor,
         values: &E::Tensor,
         rules: &Rules<E::Tensor>,
-    ) -> Result<E::Tensor> {
+    ) -> Result<()> {
         let total = self.check(keys, values)?;
-        let q = queries.shape();
-        if q.len() != 4 || q[2] != total || total == 0 {
-            let expected = format!("[B, Hq, {total}, D] with at least one token");
+        let (q, k) = (queries.shape(), keys.shape());
+        let fits = matches!(q[..], [b, hq, l, d]
+            if b == k[0] && hq > 0 && hq % k[1] == 0 && l == total && d == self.shape.key_dim);
+        if !fits || total == 0 {
+            let (b, h, d) = (k[0], k[1], self.shape.key_dim);
+            let expected = format!("[{b}, a multiple of {h}, {total}, {d}] with at least one token");
             return Err(Error::Shape { what: "queries", expected, got: q });
         }
-        let before = self.offset;
-        let tokens = before + total;
+        let tokens = self.offset + total;
         if let Some(mask) = &rules.mask
             && (mask.shape().len() != 4 || mask.shape()[2..] != [total, tokens])
         {
             let expected = format!("[B or 1, Hq or 1, {total}, {tokens}]");
             return Err(Error::Shape { what: "mask", expected, got: mask.shape() });
         }
-        let mut outs = vec![];
-        let mut done = 0;
+        Ok(())
+    }
+
+    /// Appends checked tokens border by border and attends at each; see [`LayerCache::update_and_attend`].
+    fn append_and_attend(
+        &mut self,
+        undo: &mut Undo<E::Tensor>,
+        queries: &E::Tensor,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        rules: &Rules<E::Tensor>,
+    ) -> Result<E::Tensor> {
+        let (total, mut done, mut outs) = (keys.shape()[2], 0, vec![]);
         while done < total {
-            let n = self.append_piece(keys, values, done)?;
+            let n = self.append_piece(undo, keys, values, done)?;
             let mut piece = rules.clone();
             if let Some(mask) = &rules.mask {
                 piece.mask = Some(self.held_columns(&mask.slice(2, done, done + n)?)?);
@@ -198,7 +194,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             let q = queries.slice(2, done, done + n)?;
             outs.push(self.engine.attend(&self.segments(), &q, &piece)?);
             self.keep_queries(&q)?;
-            self.observe(n, &q, &piece)?;
+            self.observe(undo, n, &q, &piece)?;
             done += n;
         }
         if outs.len() == 1 { Ok(outs.remove(0)) } else { E::Tensor::concat(2, &outs) }
@@ -260,9 +256,10 @@ impl<E: Engine + Clone> SequenceCache<E> {
     }
 
     /// Makes the empty window, which tells dtype and heads, before the first token.
-    fn open(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
+    fn open(&mut self, undo: &mut Undo<E::Tensor>, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         if self.window.is_none() {
-            self.write_window(&keys.slice(2, 0, 0)?, &values.slice(2, 0, 0)?)?;
+            let empty = self.room(keys, values, 0)?;
+            undo.replace_window(self, empty);
         }
         Ok(())
     }

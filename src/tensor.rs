@@ -261,7 +261,16 @@ impl Tensor {
         fn bytes<T: Element>(a: &ArcArray<T, IxDyn>) -> Cow<'_, [u8]> {
             match a.as_slice() {
                 Some(slice) => Cow::Borrowed(bytemuck::cast_slice(slice)),
-                None => Cow::Owned(a.iter().flat_map(|x| bytemuck::bytes_of(x).to_vec()).collect()),
+                None => {
+                    let mut bytes = Vec::with_capacity(size_of::<T>() * a.len());
+                    for row in a.rows() {
+                        match row.as_slice() {
+                            Some(row) => bytes.extend_from_slice(bytemuck::cast_slice(row)),
+                            None => row.iter().for_each(|x| bytes.extend_from_slice(bytemuck::bytes_of(x))),
+                        }
+                    }
+                    Cow::Owned(bytes)
+                }
             }
         }
         each!(self, a => bytes(a))

@@ -108,6 +108,152 @@ fn states_that_contradict_themselves_are_refused() {
     }
 }
 
+/// The state of a cache with outlier channels, gains, a centre and tiers, and the same of one without tiers.
+fn states<E: Engine + Clone>(engine: &E) -> [State<E::Tensor>; 2] {
+    let (k, v) = (keys(&[1, 2, 500, 64], 1), gauss(&[1, 2, 500, 64], 2));
+    ["progressive:128=4/4,rest=3/2", "none"].map(|policy| {
+        let recipe =
+            "key=d64:b4+16:equalised:hadamard:lloyd,value=d64:b4:hadamard:lloyd,centred,sinks=4,window=32";
+        let cache = cache(engine, recipe, 64).with_tiers(&policy.parse().unwrap(), 4);
+        let mut cache = cache.unwrap();
+        cache.append(&engine.put(&k).unwrap(), &engine.put(&v).unwrap()).unwrap();
+        cache.state().unwrap()
+    })
+}
+
+fn false_tables_are_refused<E: Engine + Clone>(engine: &E) {
+    for good in states(engine) {
+        assert!(LayerCache::from_state(engine.clone(), &good).is_ok());
+        let refused = |name: &str, change: &dyn Fn(&mut Vec<f32>, &mut Vec<u32>)| {
+            let table = engine.get(&good.arrays[name]).unwrap();
+            let (mut floats, mut places) =
+                (table.to_vec::<f32>().unwrap_or_default(), table.to_vec::<u32>().unwrap_or_default());
+            change(&mut floats, &mut places);
+            let table = match table.float() {
+                Some(_) => Tensor::new(table.shape(), floats),
+                None => Tensor::new(table.shape(), places),
+            };
+            let mut bad = good.clone();
+            bad.arrays.insert(name.into(), engine.put(&table.unwrap()).unwrap());
+            let made = LayerCache::from_state(engine.clone(), &bad).map(|_| ());
+            assert!(matches!(made, Err(Error::Unsupported { .. })), "{name}: {made:?}");
+        };
+        // Bits of a tier are whole, without channels of their own width.
+        let orders = good.arrays.contains_key("frame.keys.order");
+        if orders {
+            refused("frame.keys.order", &|_, places| places[70] = u32::MAX);
+            refused("frame.keys.order", &|_, places| places[3] = 64);
+            refused("frame.keys.order", &|_, places| places[127] = places[64]);
+        }
+        for bad in [f32::NAN, f32::INFINITY, 0.0, -1.0] {
+            refused("frame.keys.gain", &|floats, _| floats[65] = bad);
+        }
+        refused("frame.keys.centre", &|floats, _| floats[127] = f32::NEG_INFINITY);
+        let named = |name: &&str| good.arrays.contains_key(*name);
+        for name in ["frame.keys.order", "frame.keys.gain", "frame.keys.centre"].into_iter().filter(named) {
+            let mut bad = good.clone();
+            bad.arrays.remove(name);
+            assert!(LayerCache::from_state(engine.clone(), &bad).is_err(), "without {name}");
+        }
+        for name in ["frame.keys.order", "frame.keys.gain", "body.0.keys.words", "body.0.values.scales"]
+            .into_iter()
+            .filter(named)
+        {
+            // Another dtype of the right shape.
+            let mut bad = good.clone();
+            let zeros = Tensor::new(
+                &engine.get(&good.arrays[name]).unwrap().shape().to_vec(),
+                vec![0i32; engine.get(&good.arrays[name]).unwrap().len()],
+            );
+            bad.arrays.insert(name.into(), engine.put(&zeros.unwrap()).unwrap());
+            let made = LayerCache::from_state(engine.clone(), &bad).map(|_| ());
+            assert!(matches!(made, Err(Error::Dtype { .. })), "{name} as i32: {made:?}");
+        }
+    }
+    assert!(states(engine)[1].arrays.contains_key("frame.keys.order"));
+}
+
+#[test]
+fn tables_of_a_state_that_would_read_outside_of_a_row_are_refused() {
+    false_tables_are_refused(&Cpu);
+    #[cfg(feature = "mlx")]
+    false_tables_are_refused(&turbomoq::graph::Graph::new());
+}
+
+#[test]
+fn positions_of_a_state_that_do_not_add_up_are_refused() {
+    let [tiered, plain] = states(&Cpu);
+    let most = usize::MAX;
+    for (state, edits) in [
+        (&plain, vec![("\"offset\":500", "\"offset\":501"), ("\"offset\":500", "\"offset\":499")]),
+        (&plain, vec![("\"start\":4", "\"start\":5"), ("\"sinks\":4", "\"sinks\":3")]),
+        (&plain, vec![("\"framed\":true", "\"framed\":false")]),
+        (&tiered, vec![("\"offset\":500", "\"offset\":501")]),
+        (
+            &tiered,
+            vec![("\"tier\":1", "\"tier\":0"), ("\"tier\":0", "\"tier\":1"), ("\"tier\":1", "\"tier\":7")],
+        ),
+        (
+            &tiered,
+            vec![("\"len\":128,\"tier\"", "\"len\":64,\"tier\""), ("\"unobserved\":0", "\"unobserved\":4")],
+        ),
+        (
+            &tiered,
+            vec![(
+                "\"blocks\":[{",
+                "\"blocks\":[{\"start\":4,\"len\":128,\"tier\":1,\"mass\":{\"sum\":0.0,\"weight\":0.0,\"steps\":0}},{",
+            )],
+        ),
+    ] {
+        for (from, to) in edits {
+            assert!(state.meta.contains(from), "{from} in {}", state.meta);
+            let bad = State { meta: state.meta.replacen(from, to, 1), ..state.clone() };
+            let made = LayerCache::from_state(Cpu, &bad);
+            assert!(
+                matches!(made, Err(Error::Parse { .. } | Error::CodecMismatch { .. } | Error::Shape { .. })),
+                "{from} to {to}: {made:?}"
+            );
+        }
+    }
+    // Numbers at which sums would overflow, in every place.
+    for state in [&tiered, &plain] {
+        for name in ["offset", "sinks", "start", "len", "tier", "unobserved"] {
+            let key = format!("\"{name}\":");
+            for (at, _) in state.meta.match_indices(&key) {
+                let digits = state.meta[at + key.len()..].find(|c: char| !c.is_ascii_digit()).unwrap();
+                let (before, after) = (&state.meta[..at + key.len()], &state.meta[at + key.len() + digits..]);
+                if digits == 0 || before.ends_with("recipe\":") {
+                    continue;
+                }
+                let bad = State { meta: format!("{before}{most}{after}"), ..state.clone() };
+                assert!(LayerCache::from_state(Cpu, &bad).is_err(), "{name} at {at}");
+            }
+        }
+    }
+}
+
+#[test]
+fn arrays_of_a_state_that_do_not_fit_one_another_are_refused() {
+    let [tiered, plain] = states(&Cpu);
+    for good in [&tiered, &plain] {
+        for (name, array) in &good.arrays {
+            // One head of two, none, and both heads one behind the other.
+            let wide = Tensor::concat(1, &[array.clone(), array.clone()]).unwrap();
+            for bad in [array.slice(1, 0, 1).unwrap(), array.slice(0, 0, 0).unwrap(), wide] {
+                let mut state = good.clone();
+                state.arrays.insert(name.clone(), bad.clone());
+                assert!(LayerCache::from_state(Cpu, &state).is_err(), "{name} as {:?}", bad.shape());
+            }
+        }
+        // Queries that no tokens came with, of other heads, and beside frames.
+        for bad in [[1, 4, 3, 64], [1, 3, 3, 64], [2, 4, 3, 64], [1, 4, 0, 64]] {
+            let mut state = good.clone();
+            state.arrays.insert("queries".into(), gauss(&bad, 9));
+            assert!(LayerCache::from_state(Cpu, &state).is_err(), "queries {bad:?}");
+        }
+    }
+}
+
 #[test]
 fn a_model_goes_on_from_its_state() {
     // A hybrid: the middle layer has no keys and values.

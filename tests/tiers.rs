@@ -109,14 +109,41 @@ fn the_plan_is_what_the_cache_costs() {
     for policy in [SHORT, "none", "progressive:300=8/8,rest=3/2"] {
         for recipe in ["best@4/4", "turboquant-mse@16/4,sinks=0,window=50"] {
             let plan = Plan::new(&recipe.parse().unwrap(), &policy.parse().unwrap(), &shape).unwrap();
-            for t in [1, 3, 200, 261, 1000, 2500] {
+            for t in [1, 3, 133, 200, 261, 1000, 2500] {
                 let x = half(&gauss(&[1, h, t, D], 2));
-                let mut cache = tiered(&Cpu, recipe, policy);
-                cache.update_and_fetch(&x, &x).unwrap();
-                assert_eq!(plan.bytes(t), cache.nbytes(), "{policy}, {recipe}, {t} tokens");
+                for chunk in [t, 100, 1] {
+                    let mut cache = tiered(&Cpu, recipe, policy);
+                    for at in (0..t).step_by(chunk) {
+                        let part = cut(&x, at, t.min(at + chunk));
+                        cache.append(&part, &part).unwrap();
+                    }
+                    let what = format!("{policy}, {recipe}, {t} tokens, {chunk} at a time");
+                    assert_eq!(plan.bytes(t), cache.nbytes(), "{what}");
+                    assert_eq!(plan.used_bytes(t), cache.used_bytes(), "{what}");
+                }
             }
         }
     }
+}
+
+#[test]
+fn used_bytes_are_those_of_the_tokens_that_a_trim_has_left() {
+    let x = half(&gauss(&[1, 2, 1000, D], 2));
+    let mut cache = tiered(&Cpu, "key=exact,value=exact,sinks=0,window=0", "none");
+    cache.append(&x, &x).unwrap();
+    assert_eq!(cache.used_bytes(), 1000 * 2 * 2 * 2 * D);
+    cache.trim(990).unwrap();
+    assert_eq!(cache.used_bytes(), 10 * 2 * 2 * 2 * D);
+    assert!(cache.nbytes() >= cache.used_bytes());
+    // The same tokens with the queries that are kept for the first frame, and as an offset of their own after a trim.
+    let mut one = tiered(&Cpu, "key=d64:b4:equalised:hadamard:lloyd,value=exact", "none");
+    let mut two = one.clone();
+    one.append(&cut(&x, 0, 120), &cut(&x, 0, 120)).unwrap();
+    one.trim(20).unwrap();
+    let rules = turbomoq::attention::Rules::causal(0.1);
+    two.update_and_attend(&cut(&x, 0, 100), &cut(&x, 0, 100), &cut(&x, 0, 100), &rules).unwrap();
+    assert_eq!(one.used_bytes(), two.used_bytes());
+    assert!(two.nbytes() > one.nbytes(), "queries are held too");
 }
 
 #[test]

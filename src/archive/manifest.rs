@@ -2,7 +2,7 @@
 
 use super::{Entry, Shell, shell_of};
 use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
+use crate::codes::{Codes, Frame, check_dtypes};
 use crate::compressor::{CompressedLayer, CompressedSide};
 use crate::error::{Error, Result};
 use crate::prompt_cache::{Container, KvKind, Layer, RawTensor, affine};
@@ -186,15 +186,9 @@ impl Reader<'_> {
                     None => Codec::new(spec).map_err(bad)?,
                 };
                 let frame = Frame { centre: part("centre")?, gain: part("gain")?, order: part("order")? };
-                check_tables(&frame).map_err(|e| self.bad(format!("{side}: {e}")))?;
+                frame.check_entries().map_err(bad)?;
                 let (words, scales) = (needed("words")?, needed("scales")?);
-                if words.dtype() != "U32" || scales.dtype() != codec.format().dtype() {
-                    return Err(self.bad(format!(
-                        "{side}: words {} and scales {}",
-                        words.dtype(),
-                        scales.dtype()
-                    )));
-                }
+                check_dtypes(&codec, &words, &scales).map_err(bad)?;
                 Some(Codes::new(Arc::new(codec), frame, words, scales).map_err(bad)?)
             }
         };
@@ -222,30 +216,4 @@ impl Reader<'_> {
         }
         Ok(side_of)
     }
-}
-
-/// A channel order must be a permutation; anything else would read outside a row.
-fn check_tables(frame: &Frame<Tensor>) -> Result<(), String> {
-    for t in [&frame.centre, &frame.gain].into_iter().flatten() {
-        if t.float() != Some(Dtype::F32) || t.first_non_finite().is_some() {
-            return Err("centre and gain must be finite f32".into());
-        }
-    }
-    // Decoding divides by the gains.
-    if let Some(gain) = &frame.gain
-        && !gain.to_f32().is_ok_and(|gain| gain.iter().all(|x| x.is_normal() && *x > 0.0))
-    {
-        return Err("every gain must be above zero".into());
-    }
-    let Some(order) = &frame.order else { return Ok(()) };
-    let (d, places) =
-        (order.shape().last().copied().unwrap_or(0), order.to_vec::<u32>().map_err(|e| e.to_string())?);
-    let permutation = |row: &[u32]| {
-        let mut seen = vec![false; d];
-        row.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)))
-    };
-    if d == 0 || !places.chunks_exact(d).all(permutation) {
-        return Err("the channel order is no permutation".into());
-    }
-    Ok(())
 }

@@ -1,5 +1,6 @@
 //! How tokens enter a cache: sinks first, then the window, and from the window into packed blocks.
 
+use super::undo::Undo;
 use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
@@ -9,16 +10,38 @@ use crate::engine::Engine;
 use crate::error::{Error, Result};
 use std::sync::Arc;
 
-/// Rows by which an exact buffer grows until it has its full size.
+/// Fewest rows by which an exact buffer grows until it has its full size.
 pub(super) const STEP: usize = 64;
+/// Rows of a buffer in which `needed` rows have room, of at most `most`: a function of these alone, so that equal caches hold equal
+/// bytes however their tokens came. At most a quarter is spare, and a buffer that grows row by row is copied a few times in all.
+pub(super) fn rows_for(needed: usize, most: usize) -> usize {
+    let step = (needed.min(most).next_power_of_two() / 8).max(STEP);
+    needed.next_multiple_of(step).min(most)
+}
+
 /// Tokens up to which neighbouring packed blocks of one codec are joined into one segment. A join copies one side: this bounds what is
 /// held twice for a moment, 3 % of a cache of 32K tokens.
 const SEGMENT: usize = 2048;
 
 impl<E: Engine + Clone> SequenceCache<E> {
+    /// Appends checked tokens.
+    pub(super) fn append_all(
+        &mut self,
+        undo: &mut Undo<E::Tensor>,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+    ) -> Result<()> {
+        let (total, mut done) = (keys.shape()[2], 0);
+        while done < total {
+            done += self.append_piece(undo, keys, values, done)?;
+        }
+        Ok(())
+    }
+
     /// Appends tokens from `start` on, up to the next border, and says how many.
     pub(super) fn append_piece(
         &mut self,
+        undo: &mut Undo<E::Tensor>,
         keys: &E::Tensor,
         values: &E::Tensor,
         start: usize,
@@ -31,26 +54,22 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if at_start && self.sinks_len < self.recipe.sinks {
             let n = (self.recipe.sinks - self.sinks_len).min(total - start);
             let (k, v) = piece(n)?;
-            let mut sinks = self.sinks.take();
-            let written = self.write(&mut sinks, self.sinks_len, self.recipe.sinks, &k, &v);
-            self.sinks = sinks;
-            written?;
-            if self.window.is_none() {
-                // An empty window tells the dtype and the heads from now on.
-                let mut window = None;
-                self.write(&mut window, 0, self.full_window(), &k.slice(2, 0, 0)?, &v.slice(2, 0, 0)?)?;
-                self.window = window;
+            let (len, most) = (self.sinks_len, self.recipe.sinks);
+            if let Some(grown) = self.grown(self.sinks.as_ref(), len, most, &k, &v)? {
+                undo.replace_sinks(self, grown);
             }
+            write(&self.engine, self.sinks.as_mut(), len, &k, &v)?;
+            self.open(undo, &k, &v)?;
             self.sinks_len += n;
             self.offset += n;
             return Ok(n);
         }
         if self.window_len >= self.full_window() {
-            self.flush()?;
+            self.flush(undo)?;
         }
         let n = (self.full_window() - self.window_len).min(total - start);
         let (k, v) = piece(n)?;
-        self.write_window(&k, &v)?;
+        self.write_window(undo, &k, &v)?;
         self.offset += n;
         Ok(n)
     }
@@ -61,53 +80,63 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if leave { self.recipe.window + BLOCK } else { usize::MAX }
     }
 
-    pub(super) fn write_window(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
-        let mut window = self.window.take();
-        let written = self.write(&mut window, self.window_len, self.full_window(), keys, values);
-        self.window = window;
-        written?;
+    /// Writes rows behind those of the window.
+    fn write_window(
+        &mut self,
+        undo: &mut Undo<E::Tensor>,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+    ) -> Result<()> {
+        let (len, most) = (self.window_len, self.full_window());
+        if let Some(grown) = self.grown(self.window.as_ref(), len, most, keys, values)? {
+            undo.replace_window(self, grown);
+        }
+        write(&self.engine, self.window.as_mut(), len, keys, values)?;
         self.window_len += keys.shape()[2];
         Ok(())
     }
 
-    /// Writes rows behind the first `len` of an exact buffer, which grows in steps up to `most` rows.
-    fn write(
+    /// A buffer of up to `most` rows with the first `len` of an exact one and room for more; `None` where there is room already.
+    fn grown(
         &self,
-        exact: &mut Option<Exact<E::Tensor>>,
+        exact: Option<&Exact<E::Tensor>>,
         len: usize,
         most: usize,
         keys: &E::Tensor,
         values: &E::Tensor,
-    ) -> Result<()> {
+    ) -> Result<Option<Exact<E::Tensor>>> {
         let needed = len + keys.shape()[2];
-        let capacity = exact.as_ref().map_or(0, |e| e.capacity);
-        if needed > capacity || exact.is_none() {
-            // Doubling keeps the copying of a layer that packs nothing linear. What a block has left is as large as before at once.
-            let left = self.offset > self.sinks_len + self.window_len;
-            let wanted = if left { most } else { 2 * len.min(most) };
-            let grown = needed.max(wanted).next_multiple_of(STEP).min(most.max(needed));
-            let grow = |old: Option<&E::Tensor>, like: &E::Tensor| -> Result<E::Tensor> {
-                let s = like.shape();
-                let dtype = self.engine.dtype(old.unwrap_or(like))?;
-                let mut new = self.engine.zeros(dtype, &[s[0], s[1], grown, s[3]])?;
-                if let Some(old) = old {
-                    self.engine.write(&mut new, 0, &old.slice(2, 0, len)?)?;
-                }
-                Ok(new)
-            };
-            let (old_k, old_v) = (exact.as_ref().map(|e| &e.keys), exact.as_ref().map(|e| &e.values));
-            *exact = Some(Exact { keys: grow(old_k, keys)?, values: grow(old_v, values)?, capacity: grown });
+        if exact.is_some_and(|e| needed <= e.capacity) {
+            return Ok(None);
         }
-        let Some(exact) = exact else { return Ok(()) };
-        if keys.shape()[2] > 0 {
-            self.engine.write(&mut exact.keys, len, keys)?;
-            self.engine.write(&mut exact.values, len, values)?;
+        // What a block has left is as large as before at once.
+        let left = self.offset > self.sinks_len + self.window_len;
+        let capacity = rows_for(if left { most } else { needed }, most.max(needed));
+        let (old_k, old_v) = (exact.map(|e| &e.keys), exact.map(|e| &e.values));
+        let mut grown = self.room(old_k.unwrap_or(keys), old_v.unwrap_or(values), capacity)?;
+        if let Some(old) = exact.filter(|_| len > 0) {
+            let (keys, values) = (old.keys.slice(2, 0, len)?, old.values.slice(2, 0, len)?);
+            write(&self.engine, Some(&mut grown), 0, &keys, &values)?;
         }
-        Ok(())
+        Ok(Some(grown))
+    }
+
+    /// An empty buffer for `capacity` rows like these.
+    pub(super) fn room(
+        &self,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        capacity: usize,
+    ) -> Result<Exact<E::Tensor>> {
+        let zeros = |like: &E::Tensor| -> Result<E::Tensor> {
+            let s = like.shape();
+            self.engine.zeros(self.engine.dtype(like)?, &[s[0], s[1], capacity, s[3]])
+        };
+        Ok(Exact { keys: zeros(keys)?, values: zeros(values)?, capacity })
     }
 
     /// The codecs whose tables the frames hold: those of a tier that packs, if there are tiers. All of them need the same tables.
-    fn frame_codecs(&self) -> [Option<Arc<Codec>>; 2] {
+    pub(super) fn frame_codecs(&self) -> [Option<Arc<Codec>>; 2] {
         let Some(tiers) = &self.tiers else { return self.codecs.clone() };
         std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
     }
@@ -116,8 +145,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
     pub(super) fn keep_queries(&mut self, queries: &E::Tensor) -> Result<()> {
         let wanted = self.frame_codecs()[0].as_ref().is_some_and(|codec| codec.spec().equalised);
         if self.frames.is_none() && wanted {
-            let all = match self.queries.take() {
-                Some(before) => E::Tensor::concat(2, &[before, queries.clone()])?,
+            let all = match &self.queries {
+                Some(before) => E::Tensor::concat(2, &[before.clone(), queries.clone()])?,
                 None => self.engine.compact(queries)?,
             };
             self.queries = Some(all);
@@ -126,7 +155,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     }
 
     /// Packs the oldest block of the window.
-    fn flush(&mut self) -> Result<()> {
+    fn flush(&mut self, undo: &mut Undo<E::Tensor>) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
         let (keys, values) = (window.keys.slice(2, 0, BLOCK)?, window.values.slice(2, 0, BLOCK)?);
         let frames = match &self.frames {
@@ -149,19 +178,22 @@ impl<E: Engine + Clone> SequenceCache<E> {
         // Views, which the next tokens copy into buffers of their own.
         let rest = |rows: &E::Tensor| rows.slice(2, BLOCK, self.window_len);
         let (rest_k, rest_v) = (rest(&window.keys)?, rest(&window.values)?);
+        let left = self.window_len - BLOCK;
+        let rest = Exact { keys: rest_k, values: rest_v, capacity: left };
         if let Some(tiers) = &self.tiers {
             let (body, blocks) = self.retier(tiers, &fresh, &frames)?;
-            self.body = body;
+            undo.changes_tiers(self);
+            undo.replace_body(self, body);
             if let Some(tiers) = &mut self.tiers {
                 tiers.blocks = blocks;
             }
         } else {
             let packed = self.packed(fresh, &frames)?;
+            undo.lengthens_body(self);
             self.push(packed)?;
         }
-        // Nothing can fail from here on.
-        self.window_len -= BLOCK;
-        self.window = Some(Exact { keys: rest_k, values: rest_v, capacity: self.window_len });
+        undo.replace_window(self, rest);
+        self.window_len = left;
         self.frames = Some(frames);
         self.queries = None;
         Ok(())
@@ -185,24 +217,32 @@ impl<E: Engine + Clone> SequenceCache<E> {
         Ok(Segment { start: fresh.start, keys: pack(0, fresh.keys)?, values: pack(1, fresh.values)? })
     }
 
-    /// Puts a packed block behind the body, in the last segment if it fits there. On an error the body is as it was.
+    /// Puts a packed block behind the body, in the last segment if it fits there. What an error leaves is for [`Undo`].
     fn push(&mut self, packed: Segment<E::Tensor>) -> Result<()> {
         let Some(last) = self.body.last_mut().filter(|last| joinable(last, &packed)) else {
             self.body.push(packed);
             return Ok(());
         };
-        let len = last.keys.len();
         // The keys that were are gone before the values are there twice.
         last.keys = joined(&last.keys, &packed.keys)?;
-        match joined(&last.values, &packed.values) {
-            Ok(values) => last.values = values,
-            Err(error) => {
-                last.keys = last.keys.cut(0, len)?;
-                return Err(error);
-            }
-        }
+        last.values = joined(&last.values, &packed.values)?;
         Ok(())
     }
+}
+
+/// Writes rows into an exact buffer that has room for them, from row `start` on.
+pub(super) fn write<E: Engine>(
+    engine: &E,
+    exact: Option<&mut Exact<E::Tensor>>,
+    start: usize,
+    keys: &E::Tensor,
+    values: &E::Tensor,
+) -> Result<()> {
+    if let Some(exact) = exact.filter(|_| keys.shape()[2] > 0) {
+        engine.write(&mut exact.keys, start, keys)?;
+        engine.write(&mut exact.values, start, values)?;
+    }
+    Ok(())
 }
 
 /// Whether two neighbours can be one segment: codes of one codec or exact rows on both sides, and not too long.

@@ -1,9 +1,9 @@
 //! What a cache of a given length will cost, from the row bytes of the codecs that the cache itself uses.
 //!
 //! bytes(T) = layers * heads * (exact rows + sum over tiers of tokens * row bytes + tables), with tokens laid out and tiers decided as
-//! the cache does it; so the plan of a half-precision cache equals its `nbytes`.
+//! the cache does it; so the plan of a half-precision cache equals its `nbytes`, and its `used_bytes`.
 
-use super::append::STEP;
+use super::append::rows_for;
 use super::tiers::tier_codecs;
 use crate::codec::Codec;
 use crate::compressor::BLOCK;
@@ -13,6 +13,9 @@ use crate::recipe::Recipe;
 use crate::spec::Side;
 use serde::Serialize;
 use std::sync::Arc;
+
+const SINKS: &str = "sinks";
+const WINDOW: &str = "window";
 
 /// The layout of caches by a recipe and a tier policy.
 #[derive(Clone, Debug)]
@@ -94,10 +97,10 @@ impl Plan {
         let count = if self.blocks { rest.saturating_sub(full).div_ceil(BLOCK) } else { 0 };
         let held = rest - count * BLOCK;
         let most = if self.blocks { full } else { usize::MAX };
-        let rows = if count > 0 { full } else { held.next_multiple_of(STEP).min(most) };
+        let rows = if count > 0 { full } else { rows_for(held, most) };
         let mut parts = vec![];
         if sinks > 0 {
-            parts.push(exact("sinks", sinks, sinks.next_multiple_of(STEP).min(self.sinks)));
+            parts.push(exact(SINKS, sinks, rows_for(sinks, self.sinks)));
         }
         let mut tiers = vec![0; self.tiers.len()];
         for (block, action) in self.blocks(sinks, count) {
@@ -112,7 +115,7 @@ impl Plan {
             let bytes = heads * tokens * (key + value);
             parts.push(PlanPart { tier: self.policy.name(i), tokens, key_bits, value_bits, bytes });
         }
-        parts.push(exact("window", held, rows));
+        parts.push(exact(WINDOW, held, rows));
         let bytes = if count > 0 { heads * self.table_bytes } else { 0 };
         parts.push(PlanPart { tier: "tables".into(), tokens: 0, key_bits: 32.0, value_bits: 32.0, bytes });
         parts
@@ -135,9 +138,18 @@ impl Plan {
         blocks.into_iter().zip(actions).collect()
     }
 
-    /// Bytes of a cache of `tokens` tokens.
+    /// Bytes that caches of `tokens` tokens hold, [`super::LayerCache::nbytes`] of all layers unless tokens were trimmed.
     pub fn bytes(&self, tokens: usize) -> usize {
         self.parts(tokens).iter().map(|p| p.bytes).sum()
+    }
+
+    /// Bytes of what the tokens need, [`super::LayerCache::used_bytes`] of all layers: [`Plan::bytes`] less exact rows that hold no
+    /// token yet.
+    pub fn used_bytes(&self, tokens: usize) -> usize {
+        let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
+        let row = layers * kv_heads * 2 * (key_dim + value_dim);
+        let exact = |p: &PlanPart| p.tier == SINKS || p.tier == WINDOW;
+        self.parts(tokens).iter().map(|p| if exact(p) { p.tokens * row } else { p.bytes }).sum()
     }
 
     /// Bytes of the same keys and values in half precision, without any allowance.

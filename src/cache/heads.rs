@@ -3,6 +3,7 @@
 //! Heads never meet inside attention, so a layer is the sum of its groups: new rows are dealt out to them, and what they answer is
 //! put back in the order of the query heads. A layer of one width is one group, and nothing is dealt out.
 
+use super::undo::LayerUndo;
 use super::{LayerCache, LayerReport, LayerShape};
 use crate::attention::Rules;
 use crate::codes::Buffer;
@@ -82,6 +83,11 @@ impl<E: Engine + Clone> HeadGroups<E> {
         self.groups.iter().map(|g| g.1.offset()).min().unwrap_or(0)
     }
 
+    /// Bytes that the tokens need, see [`LayerCache::used_bytes`].
+    pub fn used_bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.1.used_bytes()).sum()
+    }
+
     /// Bytes of every buffer.
     pub fn nbytes(&self) -> usize {
         self.groups.iter().map(|g| g.1.nbytes()).sum()
@@ -101,10 +107,33 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// As [`LayerCache::append`].
     pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         self.check(keys, values)?;
-        for (heads, cache) in &mut self.groups {
-            cache.append(&take(keys, heads, 1)?, &take(values, heads, 1)?)?;
+        self.all_or_nothing(|layer, undo| layer.append_all(undo, keys, values))
+    }
+
+    /// Appends checked tokens to every group.
+    fn append_all(
+        &mut self,
+        undo: &mut [LayerUndo<E::Tensor>],
+        keys: &E::Tensor,
+        values: &E::Tensor,
+    ) -> Result<()> {
+        for ((heads, cache), undo) in self.groups.iter_mut().zip(undo) {
+            cache.append_all(undo, &take(keys, heads, 1)?, &take(values, heads, 1)?)?;
         }
         Ok(())
+    }
+
+    /// Runs a call that changes the groups; if it fails in one of them, all are as they were.
+    fn all_or_nothing<R>(
+        &mut self,
+        call: impl FnOnce(&mut Self, &mut [LayerUndo<E::Tensor>]) -> Result<R>,
+    ) -> Result<R> {
+        let mut undo: Vec<_> = self.groups.iter().map(|g| LayerUndo::new(&g.1)).collect();
+        let done = call(self, &mut undo);
+        if done.is_err() {
+            self.groups.iter_mut().zip(undo).for_each(|(g, undo)| g.1.restore(undo));
+        }
+        done
     }
 
     /// See [`LayerCache::update_and_fetch`].
@@ -116,10 +145,13 @@ impl<E: Engine + Clone> HeadGroups<E> {
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
-        self.append(keys, values)?;
-        let parts = self.groups.iter().map(|g| g.1.fetch()).collect::<Result<Vec<_>>>()?;
-        let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Ok((self.put_back(&keys, 1)?, self.put_back(&values, 1)?))
+        self.check(keys, values)?;
+        self.all_or_nothing(|layer, undo| {
+            layer.append_all(undo, keys, values)?;
+            let parts = layer.groups.iter().map(|g| g.1.fetch()).collect::<Result<Vec<_>>>()?;
+            let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+            Ok((layer.put_back(&keys, 1)?, layer.put_back(&values, 1)?))
+        })
     }
 
     /// See [`LayerCache::update_and_attend`].
@@ -135,17 +167,17 @@ impl<E: Engine + Clone> HeadGroups<E> {
     ) -> Result<E::Tensor> {
         self.check(keys, values)?;
         let share = self.query_heads(queries)?;
-        let mut outs = vec![];
-        for (heads, cache) in &mut self.groups {
-            let (q, rules) = (take(queries, heads, share)?, for_heads(rules, heads, share)?);
-            outs.push(cache.update_and_attend(
-                &q,
-                &take(keys, heads, 1)?,
-                &take(values, heads, 1)?,
-                &rules,
-            )?);
-        }
-        self.put_back(&outs, share)
+        self.check_rules(rules, share)?;
+        self.all_or_nothing(|layer, undo| {
+            let mut outs = vec![];
+            for ((heads, cache), undo) in layer.groups.iter_mut().zip(undo) {
+                let (q, rules) = (take(queries, heads, share)?, for_heads(rules, heads, share)?);
+                let (k, v) = (take(keys, heads, 1)?, take(values, heads, 1)?);
+                cache.check_attend(&q, &k, &v, &rules)?;
+                outs.push(cache.append_and_attend(undo, &q, &k, &v, &rules)?);
+            }
+            layer.put_back(&outs, share)
+        })
     }
 
     /// See [`LayerCache::attend`].
@@ -154,6 +186,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// As [`LayerCache::attend`].
     pub fn attend(&self, queries: &E::Tensor, rules: &Rules<E::Tensor>) -> Result<E::Tensor> {
         let share = self.query_heads(queries)?;
+        self.check_rules(rules, share)?;
         let one = |(heads, cache): &(Vec<usize>, LayerCache<E>)| {
             cache.attend(&take(queries, heads, share)?, &for_heads(rules, heads, share)?)
         };
@@ -183,6 +216,23 @@ impl<E: Engine + Clone> HeadGroups<E> {
         }
         for (heads, cache) in &self.groups {
             cache.check(&take(keys, heads, 1)?, &take(values, heads, 1)?)?;
+        }
+        Ok(())
+    }
+
+    /// Checks what of the rules is dealt out by head: a part of what does not fit may fit.
+    fn check_rules(&self, rules: &Rules<E::Tensor>, share: usize) -> Result<()> {
+        let all = self.kv_heads * share;
+        if let Some(mask) = rules.mask.as_ref().map(Buffer::shape)
+            && !mask.get(1).is_some_and(|&h| h == 1 || h == all)
+        {
+            let expected = format!("[B or 1, {all} or 1, L, T]");
+            return Err(Error::Shape { what: "mask", expected, got: mask });
+        }
+        if let Some(logits) = rules.sink_logits.as_ref().map(Buffer::shape)
+            && logits != [all]
+        {
+            return Err(Error::Shape { what: "sink logits", expected: format!("[{all}]"), got: logits });
         }
         Ok(())
     }

@@ -5,6 +5,7 @@
 //! callers give and get are those of the batch, padding included.
 
 use super::padding::Group;
+use super::undo::LayerUndo;
 use super::{Block, LayerShape, SequenceCache};
 use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
@@ -119,7 +120,14 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.groups[0].cache.recipe()
     }
 
-    /// Bytes of every buffer, allocated rows that hold no token yet included.
+    /// Bytes that the tokens held need: exact rows, codes, scales and tables, however the tokens came. [`LayerCache::nbytes`] has the
+    /// rows that hold no token yet besides, and the queries that are kept until the first block leaves the window.
+    pub fn used_bytes(&self) -> usize {
+        self.groups.iter().map(|g| g.cache.used_bytes()).sum()
+    }
+
+    /// Bytes that the cache holds: every buffer, allocated rows that hold no token yet included. What a trim has left in the buffer of
+    /// the window stays held for the tokens to come; [`LayerCache::used_bytes`] is without it.
     pub fn nbytes(&self) -> usize {
         self.groups.iter().map(|g| g.cache.nbytes()).sum()
     }
@@ -133,11 +141,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         keys: &E::Tensor,
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.update_and_fetch(keys, values);
-        }
-        self.append(keys, values)?;
-        self.fetch()
+        self.check(keys, values)?;
+        self.all_or_nothing(|cache, undo| {
+            cache.append_all(undo, keys, values)?;
+            cache.fetch()
+        })
     }
 
     /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
@@ -145,18 +153,28 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// # Errors
     /// As [`LayerCache::update_and_fetch`].
     pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
+        self.check(keys, values)?;
+        self.all_or_nothing(|cache, undo| cache.append_all(undo, keys, values))
+    }
+
+    /// Appends checked tokens.
+    pub(super) fn append_all(
+        &mut self,
+        undo: &mut LayerUndo<E::Tensor>,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+    ) -> Result<()> {
         if self.padding.is_empty() {
-            return self.groups[0].cache.append(keys, values);
+            return self.groups[0].cache.append_all(&mut undo.groups[0], keys, values);
         }
-        let total = self.check(keys, values)?;
-        let offset = self.padded_offset;
-        self.each(|g| {
+        let (offset, total) = (self.padded_offset, keys.shape()[2]);
+        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
             let from = g.padding.saturating_sub(offset).min(total);
             let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
             let (keys, values) = (new(keys)?, new(values)?);
-            g.cache.open(&keys, &values)?;
-            g.cache.append(&keys, &values)
-        })?;
+            g.cache.open(undo, &keys, &values)?;
+            g.cache.append_all(undo, &keys, &values)?;
+        }
         self.padded_offset += total;
         Ok(())
     }
@@ -175,28 +193,59 @@ impl<E: Engine + Clone> LayerCache<E> {
         values: &E::Tensor,
         rules: &Rules<E::Tensor>,
     ) -> Result<E::Tensor> {
+        self.check_attend(queries, keys, values, rules)?;
+        self.all_or_nothing(|cache, undo| cache.append_and_attend(undo, queries, keys, values, rules))
+    }
+
+    /// Checks the arrays of [`LayerCache::update_and_attend`].
+    pub(super) fn check_attend(
+        &self,
+        queries: &E::Tensor,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        rules: &Rules<E::Tensor>,
+    ) -> Result<()> {
         if self.padding.is_empty() {
-            return self.groups[0].cache.update_and_attend(queries, keys, values, rules);
+            return self.groups[0].cache.check_attend(queries, keys, values, rules);
         }
         let total = self.check(keys, values)?;
-        let offset = self.padded_offset;
-        self.check_queries(queries, rules, offset + total)?;
+        self.check_queries(queries, rules, self.padded_offset + total)?;
         if queries.shape()[2] != total || total == 0 {
             let expected = format!("[B, Hq, {total}, D] with at least one token");
             return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
         }
-        let outs = self.each(|g| {
+        Ok(())
+    }
+
+    /// Appends checked tokens and attends.
+    pub(super) fn append_and_attend(
+        &mut self,
+        undo: &mut LayerUndo<E::Tensor>,
+        queries: &E::Tensor,
+        keys: &E::Tensor,
+        values: &E::Tensor,
+        rules: &Rules<E::Tensor>,
+    ) -> Result<E::Tensor> {
+        if self.padding.is_empty() {
+            let cache = &mut self.groups[0].cache;
+            return cache.append_and_attend(&mut undo.groups[0], queries, keys, values, rules);
+        }
+        let (offset, total, mut outs) = (self.padded_offset, keys.shape()[2], vec![]);
+        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
             let from = g.padding.saturating_sub(offset).min(total);
             let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
             let (q, keys, values) = (new(queries)?, new(keys)?, new(values)?);
             let rules = g.rules(rules, from, &[(g.padding, offset + total)])?;
-            g.cache.open(&keys, &values)?;
+            g.cache.open(undo, &keys, &values)?;
             let out = match total - from {
                 0 => None,
-                _ => Some(g.cache.update_and_attend(&q, &keys, &values, &rules)?),
+                _ => {
+                    g.cache.check_attend(&q, &keys, &values, &rules)?;
+                    Some(g.cache.append_and_attend(undo, &q, &keys, &values, &rules)?)
+                }
             };
-            g.behind_zeros(&q, from, out)
-        })?;
+            outs.push(g.behind_zeros(&q, from, out)?);
+        }
         self.padded_offset += total;
         self.put_back(&outs)
     }

@@ -120,6 +120,11 @@ impl<E: Engine + Clone> KvCache<E> {
         self.layers.last().map_or(0, LayerCache::offset)
     }
 
+    /// Bytes that the tokens need, see [`LayerCache::used_bytes`].
+    pub fn used_bytes(&self) -> usize {
+        self.layers.iter().map(LayerCache::used_bytes).sum()
+    }
+
     /// Bytes of every buffer.
     pub fn nbytes(&self) -> usize {
         self.layers.iter().map(LayerCache::nbytes).sum()

@@ -1,6 +1,6 @@
 //! How a padded batch is dealt out to its groups of sequences, and put together again.
 
-use super::state::misfit;
+use super::consistent::{MOST_TOKENS, misfit};
 use super::{LayerCache, LayerReport, SequenceCache, State};
 use crate::attention::{Rules, positions};
 use crate::codes::Buffer;
@@ -274,6 +274,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         let Some(first) = caches.first().filter(|_| !left_padding.is_empty()) else {
             return Err(misfit("a padded batch without a sequence".into()));
         };
+        if offset > MOST_TOKENS || left_padding.iter().any(|&p| p > MOST_TOKENS) {
+            return Err(misfit(format!(
+                "left padding {left_padding:?} and offset {offset}: more than is counted"
+            )));
+        }
         let mut groups = Group::all(&left_padding, first);
         if groups.len() != caches.len() {
             return Err(misfit(format!("{} caches for left padding {left_padding:?}", caches.len())));
@@ -285,6 +290,13 @@ impl<E: Engine + Clone> LayerCache<E> {
                 return Err(misfit(format!("left padding {}: {found}", group.padding)));
             }
             group.cache = cache;
+        }
+        let alike = |g: &Group<E>| {
+            let heads = |g: &Group<E>| g.cache.window.as_ref().map(|w| w.keys.shape()[1]);
+            heads(g) == heads(&groups[0]) && g.cache.shape == groups[0].cache.shape
+        };
+        if !groups.iter().all(alike) {
+            return Err(misfit("groups of sequences with other heads or channels".into()));
         }
         Ok(LayerCache { groups, padding: left_padding, padded_offset: offset })
     }

@@ -58,6 +58,17 @@ impl LayerReport {
 }
 
 impl<E: Engine + Clone> SequenceCache<E> {
+    /// See [`super::LayerCache::used_bytes`].
+    pub fn used_bytes(&self) -> usize {
+        let exact = [(&self.sinks, self.sinks_len), (&self.window, self.window_len)];
+        let rows = |(e, len): (&Option<Exact<E::Tensor>>, usize)| {
+            e.as_ref().map_or(0, |e| bytes_of_exact(e) / e.capacity.max(1) * len)
+        };
+        let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
+        let queries = self.queries.as_ref().map_or(0, E::Tensor::nbytes);
+        exact.into_iter().map(rows).sum::<usize>() + self.table_bytes() - queries + body.sum::<usize>()
+    }
+
     /// See [`super::LayerCache::nbytes`].
     pub fn nbytes(&self) -> usize {
         let exact: usize = [&self.sinks, &self.window].into_iter().flatten().map(bytes_of_exact).sum();

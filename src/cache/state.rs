@@ -3,6 +3,7 @@
 //! Exact rows are cut to the tokens that they hold. The text is JSON and holds all that is no array: recipe, codec specs, positions,
 //! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
 
+use super::consistent::misfit;
 use super::tiers::Held;
 use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
 use crate::attention::{Segment, Stored};
@@ -157,8 +158,12 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if meta.version != VERSION {
             return Err(misfit(format!("version {}, this program reads {VERSION}", meta.version)));
         }
+        // In buffers of their own: an array of a state may show a part of a larger one.
+        let maker = engine.clone();
+        let own = |array: &E::Tensor| maker.compact(array);
         let array = |name: &str| {
-            state.arrays.get(name).cloned().ok_or_else(|| misfit(format!("there is no array {name}")))
+            let array = state.arrays.get(name).ok_or_else(|| misfit(format!("there is no array {name}")))?;
+            own(array)
         };
         let codec = |i: usize| -> Result<Option<Arc<Codec>>> {
             let Some(spec) = meta.specs[i] else { return Ok(None) };
@@ -175,9 +180,6 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if let Some(tiers) = meta.tiers {
             cache = cache.with_tiers(&tiers.policy, tiers.observe_every)?;
             if let Some(made) = &mut cache.tiers {
-                if tiers.blocks.iter().any(|b| b.tier >= made.codecs.len()) {
-                    return Err(misfit("a block is in a tier that the policy does not have".into()));
-                }
                 made.unobserved = tiers.unobserved;
                 (made.pins, made.exact, made.blocks) = (tiers.pins, tiers.exact, tiers.blocks);
                 known.extend(made.codecs.iter().flatten().flatten().cloned());
@@ -197,11 +199,11 @@ impl<E: Engine + Clone> SequenceCache<E> {
             Ok(Some(Exact { keys, values, capacity: len }))
         };
         (cache.sinks, cache.window) = (exact("sinks", meta.sinks)?, exact("window", meta.window)?);
-        let frame = |side: &str| {
-            let table = |name: &str| state.arrays.get(&format!("frame.{side}.{name}")).cloned();
-            Frame { centre: table("centre"), gain: table("gain"), order: table("order") }
+        let frame = |side: &str| -> Result<Frame<E::Tensor>> {
+            let table = |name: &str| state.arrays.get(&format!("frame.{side}.{name}")).map(own).transpose();
+            Ok(Frame { centre: table("centre")?, gain: table("gain")?, order: table("order")? })
         };
-        let frames = SIDES.map(frame);
+        let frames = [frame(SIDES[0])?, frame(SIDES[1])?];
         for (i, run) in meta.body.iter().enumerate() {
             let side = |k: usize| -> Result<Stored<E::Tensor>> {
                 let name = |what: &str| format!("body.{i}.{}.{what}", SIDES[k]);
@@ -221,38 +223,11 @@ impl<E: Engine + Clone> SequenceCache<E> {
             }
             cache.body.push(Segment { start: run.start, keys, values });
         }
-        cache.queries = state.arrays.get("queries").cloned();
-        if let Some(queries) = &cache.queries
-            && !matches!(queries.shape()[..], [_, _, _, d] if d == shape.key_dim)
-        {
-            let expected = format!("[B, Hq, n, {}]", shape.key_dim);
-            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
-        }
+        cache.queries = state.arrays.get("queries").map(own).transpose()?;
         cache.frames = meta.framed.then_some(frames);
         (cache.sinks_len, cache.window_len, cache.offset) = (meta.sinks, meta.window, meta.offset);
-        cache.consistent()?;
+        cache.check_parts()?;
         Ok(cache)
-    }
-
-    /// Segments follow one another, belong to the same sequences, and end at the offset.
-    fn consistent(&self) -> Result<()> {
-        let segments = self.segments();
-        let mut end = 0;
-        for s in &segments {
-            if s.start < end
-                || s.keys.heads() != segments[0].keys.heads()
-                || s.values.heads() != s.keys.heads()
-            {
-                return Err(misfit(format!("the segment at {} does not follow the one before", s.start)));
-            }
-            end = s.start + s.keys.len();
-        }
-        // Only the window reaches the offset where a policy has dropped blocks.
-        if end > self.offset || (self.window_len > self.offset) || (self.window.is_none() && self.offset > 0)
-        {
-            return Err(misfit(format!("tokens up to {end}, the offset is {}", self.offset)));
-        }
-        Ok(())
     }
 }
 
@@ -303,14 +278,17 @@ impl<E: Engine + Clone> HeadGroups<E> {
             return Err(misfit(format!("{} groups are not of heads {:?}", caches.len(), state.heads)));
         }
         let groups: Vec<_> = state.heads.iter().cloned().zip(caches).collect();
+        let first = &groups[0].1;
+        let shape = |cache: &LayerCache<E>| cache.groups[0].cache.shape;
         for (heads, cache) in &groups {
-            let held = cache.heads().map_or(heads.len(), |[_, heads]| heads);
-            let alike = cache.left_padding() == groups[0].1.left_padding();
-            if !alike {
+            let found = cache.heads().map_or(heads.len(), |[_, heads]| heads);
+            let batch = |cache: &LayerCache<E>| cache.heads().map(|[batch, _]| batch);
+            if cache.left_padding() != first.left_padding() {
                 return Err(misfit(format!("the group of heads {heads:?} has another left padding")));
             }
-            if held != heads.len() || cache.offset() != groups[0].1.offset() {
-                let found = format!("{held} heads at offset {}", cache.offset());
+            let alike = cache.offset() == first.offset() && batch(cache) == batch(first);
+            if heads.is_empty() || found != heads.len() || !alike || shape(cache) != shape(first) {
+                let found = format!("{found} heads, {:?} sequences, offset {}", batch(cache), cache.offset());
                 return Err(misfit(format!("the group of heads {heads:?} has {found}")));
             }
         }
@@ -323,8 +301,4 @@ fn expect_rows<T: Buffer>(rows: &T, len: usize, dim: usize) -> Result<()> {
         [_, _, n, d] if n == len && d == dim => Ok(()),
         _ => Err(Error::Shape { what: "rows", expected: format!("[B, H, {len}, {dim}]"), got: rows.shape() }),
     }
-}
-
-pub(super) fn misfit(reason: String) -> Error {
-    Error::Parse { what: "cache state", text: "state".into(), reason }
 }

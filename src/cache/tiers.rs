@@ -6,6 +6,7 @@
 
 use super::SequenceCache;
 use super::append::join;
+use super::undo::Undo;
 use crate::attention::{Rules, Segment, Stored, cut};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
@@ -244,13 +245,17 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Counts `tokens` just appended and, when it is time, lets the last query tell how much attention each block receives.
     pub(super) fn observe(
         &mut self,
+        undo: &mut Undo<E::Tensor>,
         tokens: usize,
         queries: &E::Tensor,
         rules: &Rules<E::Tensor>,
     ) -> Result<()> {
-        let Some(tiers) = &mut self.tiers else { return Ok(()) };
-        let TierPolicy::Attention(policy) = &tiers.policy else { return Ok(()) };
+        let Some(TierPolicy::Attention(policy)) = self.tiers.as_ref().map(|t| &t.policy) else {
+            return Ok(());
+        };
         let alpha = policy.alpha();
+        undo.changes_tiers(self);
+        let Some(tiers) = &mut self.tiers else { return Ok(()) };
         tiers.unobserved += tokens;
         if tiers.unobserved < tiers.observe_every {
             return Ok(());

@@ -1,6 +1,8 @@
 //! How tokens leave a cache from its end, across the border between exact and packed.
 
-use super::SequenceCache;
+use super::append::{STEP, write};
+use super::undo::compacted;
+use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored, cut};
 use crate::codes::Buffer;
 use crate::engine::Engine;
@@ -11,8 +13,11 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// See [`super::LayerCache::trim`].
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let n = n.min(self.offset);
+        if n == 0 {
+            return Ok(0);
+        }
         let queries = self.queries.as_ref().filter(|q| q.shape()[2] > n);
-        let queries = queries.map(|q| q.slice(2, 0, q.shape()[2] - n)).transpose()?;
+        let queries = queries.map(|q| self.engine.compact(&q.slice(2, 0, q.shape()[2] - n)?)).transpose()?;
         let target = self.offset - n;
         let from_window = n.min(self.window_len);
         let mut body = self.body.clone();
@@ -33,9 +38,11 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 rescued = Some((dense, keep - whole));
             }
             if whole > 0 {
-                body.push(cut(&last, 0, whole)?);
+                body.push(compacted(&self.engine, &cut(&last, 0, whole)?)?);
             }
         }
+        let window = rescued.map(|(rows, len)| self.fresh_window(&rows, len)).transpose()?;
+        // Nothing can fail from here on.
         if let Some(tiers) = &mut self.tiers {
             let end = body.last().map_or(0, |last| last.start + last.keys.len());
             tiers.blocks.retain(|b| b.start < end);
@@ -48,14 +55,29 @@ impl<E: Engine + Clone> SequenceCache<E> {
         self.window_len -= from_window;
         self.sinks_len = self.sinks_len.min(target);
         self.offset = target;
-        if let Some(((keys, values), len)) = rescued {
-            self.write_window(&keys.slice(2, 0, len)?, &values.slice(2, 0, len)?)?;
+        if let Some((window, len)) = window {
+            (self.window, self.window_len) = (Some(window), len);
         }
         if self.body.is_empty() {
             // What comes next is a first block again.
             self.frames = None;
         }
         Ok(n)
+    }
+
+    /// A window with the first `len` of some rows, in the dtypes of the window that is there.
+    fn fresh_window(
+        &self,
+        (keys, values): &(E::Tensor, E::Tensor),
+        len: usize,
+    ) -> Result<(Exact<E::Tensor>, usize)> {
+        let capacity = len.next_multiple_of(STEP).min(self.full_window());
+        let mut window = match &self.window {
+            Some(window) => self.room(&window.keys, &window.values, capacity)?,
+            None => self.room(keys, values, capacity)?,
+        };
+        write(&self.engine, Some(&mut window), 0, &keys.slice(2, 0, len)?, &values.slice(2, 0, len)?)?;
+        Ok((window, len))
     }
 
     fn dense(&self, s: &Segment<E::Tensor>) -> Result<(E::Tensor, E::Tensor)> {

@@ -111,6 +111,9 @@ pub(super) struct Tables {
 
 impl Tables {
     pub(super) fn new(frame: &Frame<Tensor>, dim: usize) -> Result<Tables> {
+        if frame.order.is_some() {
+            frame.check_entries()?;
+        }
         let f32s = |t: &Option<Tensor>| t.as_ref().map(Tensor::to_vec::<f32>).transpose();
         Ok(Tables {
             dim,

@@ -1,4 +1,6 @@
-//! The MLX engine: every stage a lazy array graph on unified memory. Nothing here evaluates; the caller does, once.
+//! The MLX engine: every stage a lazy array graph on unified memory. The caller evaluates, at least once for every prefill chunk of 2,048
+//! tokens and for every decoded token: until then MLX keeps all keys, values and queries that the graph begins with, and all its nodes.
+//! The one thing that evaluates here is the search of a trellis without a kernel, whose steps would take up far more than that.
 //!
 //! MLX evaluates an array on the thread that made it, so an engine stays on one thread (it is not `Sync`). Device tables are
 //! made once for each codec. Uniform grids whose width MLX's quantized kernels know are scored and summed by
@@ -260,7 +262,10 @@ impl Engine for Graph {
     }
 
     fn write(&self, buffer: &mut Array, start: usize, rows: &Array) -> Result<()> {
-        *buffer = mlx_ops::write_rows(buffer, start, &rows.as_dtype(buffer.dtype())?)?;
+        let rows = rows.as_dtype(buffer.dtype())?;
+        // Of an update that covers the whole buffer MLX gives the update itself, and a view would keep all of what it is a view of.
+        let covers = start == 0 && rows.shape() == buffer.shape();
+        *buffer = if covers { self.compact(&rows)? } else { mlx_ops::write_rows(buffer, start, &rows)? };
         Ok(())
     }
 

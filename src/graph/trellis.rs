@@ -5,7 +5,7 @@
 
 use super::stages::{num, pad_last, with_last};
 use crate::error::Result;
-use crate::mlx_ops::{bitwise_and, left_shift, right_shift, slice};
+use crate::mlx_ops::{bitwise_and, evaluate, left_shift, right_shift, slice};
 use crate::trellis::Trellis;
 use mlx_rs::ops::{self, select};
 use mlx_rs::{Array, Dtype};
@@ -40,16 +40,48 @@ pub fn windows(words: &Array, trellis: &Trellis, dim: usize) -> Result<Array> {
     Ok(windows.as_dtype(Dtype::Uint32)?.reshape(&with_last(words, &[dim as i32]))?)
 }
 
-/// Codes [..., n] of unit-variance coordinates [..., n].
+/// Bytes of path costs that a search may keep at once: 1,000 vectors of 128 channels at 2 bits.
+const COSTS: usize = 1 << 26;
+
+/// Codes [..., n] of unit-variance coordinates [..., n]. A search keeps the costs of every state at every step, 66 KB for a vector at
+/// 2 bits, so it is cut into runs of vectors that are evaluated here, one after the other.
 pub fn search(u: &Array, trellis: &Trellis) -> Result<Array> {
     let n = u.shape()[u.ndim() - 1];
-    let rows = u.size() as i32 / n.max(1);
-    let y = u.reshape(&[rows, n])?;
+    let rows = u.size() / n.max(1) as usize;
+    if rows == 0 {
+        return Ok(ops::zeros_dtype(u.shape(), Dtype::Uint32)?);
+    }
+    let y = u.reshape(&[rows as i32, n])?;
+    let run = run_of(trellis, n as usize);
+    let mut codes = vec![];
+    for start in (0..rows).step_by(run) {
+        let part = search_run(&slice(&y, 0, start, rows.min(start + run))?, trellis)?;
+        evaluate(&[&part])?;
+        codes.push(part);
+    }
+    let codes = if codes.len() == 1 { codes.remove(0) } else { ops::concatenate(&codes, 0)? };
+    Ok(codes.reshape(u.shape())?)
+}
+
+/// Coordinates on either side of the seam that the free search runs over.
+fn lead(trellis: &Trellis) -> usize {
+    16 * trellis.states_log2 as usize / trellis.bits as usize
+}
+
+/// Vectors of `n` coordinates whose path costs are within [`COSTS`].
+fn run_of(trellis: &Trellis, n: usize) -> usize {
+    let groups = 1usize << (trellis.states_log2 - trellis.bits);
+    (COSTS / (4 * groups * (n + 2 * lead(trellis)))).max(1)
+}
+
+/// Codes [rows, n] of coordinates [rows, n].
+fn search_run(y: &Array, trellis: &Trellis) -> Result<Array> {
+    let (rows, n) = (y.shape()[0], y.shape()[1]);
     let search = Search::new(trellis, rows);
-    let lead = 16 * i32::from(trellis.states_log2) / i32::from(trellis.bits);
+    let lead = lead(trellis) as i32;
     // A free search around the seam proposes the window there; a search held to it at both ends finds the codes.
     let near: Vec<Array> =
-        (0..2 * lead).map(|k| search.column(&y, (n * lead - lead + k) % n)).collect::<Result<_>>()?;
+        (0..2 * lead).map(|k| search.column(y, (n * lead - lead + k) % n)).collect::<Result<_>>()?;
     let mut costs = vec![ops::zeros::<f32>(&[rows, search.groups])?];
     search.forward(&near, &mut costs)?;
     let mut group = ops::indexing::argmin_axis(&costs[2 * lead as usize], 1, false)?;
@@ -62,7 +94,7 @@ pub fn search(u: &Array, trellis: &Trellis) -> Result<Array> {
     let start =
         seam.divide(Array::from_slice(&[1u32 << trellis.bits], &[1]))?.floor()?.as_dtype(Dtype::Uint32)?;
     let barred = select(states.eq(start.reshape(&[rows, 1])?)?, num(0.0), num(BARRED))?;
-    let columns: Vec<Array> = (0..n).map(|i| search.column(&y, i)).collect::<Result<_>>()?;
+    let columns: Vec<Array> = (0..n).map(|i| search.column(y, i)).collect::<Result<_>>()?;
     let mut costs = vec![barred];
     search.forward(&columns[..n as usize - 1], &mut costs)?;
     let mut window = seam;
@@ -72,7 +104,7 @@ pub fn search(u: &Array, trellis: &Trellis) -> Result<Array> {
         codes.push(search.code(&window)?);
     }
     codes.reverse();
-    Ok(ops::stack(&codes, 1)?.reshape(u.shape())?)
+    Ok(ops::stack(&codes, 1)?)
 }
 
 /// Constant tables of the recursion. A group is the high L - b bits of a window, and the low ones name the group it leads to.

@@ -3,6 +3,7 @@
 
 pub mod attention;
 pub mod capi;
+pub mod failing;
 pub mod python;
 #[cfg(unix)]
 pub mod server;

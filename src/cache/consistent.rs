@@ -1,0 +1,185 @@
+//! What the parts of a cache fulfil that is put together from a state: nothing of a state is believed.
+//!
+//! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
+//! belong to the codecs, and a policy's blocks are those of the body.
+
+use super::SequenceCache;
+use crate::attention::{Segment, Stored};
+use crate::codec::Codec;
+use crate::codes::{Buffer, Frame, check_dtypes};
+use crate::engine::Engine;
+use crate::error::{Error, Result};
+use std::sync::Arc;
+
+/// Positions up to which a cache can be put together: those that an engine can count.
+pub(super) const MOST_TOKENS: usize = i32::MAX as usize;
+
+impl<E: Engine + Clone> SequenceCache<E> {
+    /// Checks the parts of a cache against one another.
+    ///
+    /// # Errors
+    /// [`Error::Parse`] names what contradicts what, [`Error::Shape`] or [`Error::Dtype`] an array that does not fit.
+    pub(super) fn check_parts(&self) -> Result<()> {
+        self.check_positions()?;
+        let Some(window) = &self.window else {
+            // Without a window no token has ever come.
+            let nothing = self.offset == 0 && self.sinks.is_none() && self.frames.is_none();
+            return if nothing && self.queries.is_none() {
+                Ok(())
+            } else {
+                Err(misfit("there is no array window.keys".into()))
+            };
+        };
+        let [b, h] = [window.keys.shape()[0], window.keys.shape()[1]];
+        if b == 0 || h == 0 {
+            return Err(misfit(format!("{b} sequences and {h} heads")));
+        }
+        let exact = [&self.sinks, &self.window].into_iter().flatten().flat_map(|e| [&e.keys, &e.values]);
+        let body = self.body.iter().flat_map(|s| [&s.keys, &s.values]);
+        let rows = body.clone().filter_map(|side| match side {
+            Stored::Exact { rows, .. } => Some(rows),
+            Stored::Packed(_) => None,
+        });
+        for rows in exact.chain(rows) {
+            self.engine.dtype(rows)?;
+            if rows.shape()[..2] != [b, h] {
+                let expected = format!("[{b}, {h}, ..] as the window has");
+                return Err(Error::Shape { what: "rows", expected, got: rows.shape() });
+            }
+        }
+        for codes in body {
+            if let Stored::Packed(codes) = codes {
+                let none = |x: &E::Tensor| self.engine.get(&x.slice(2, 0, 0)?);
+                check_dtypes(codes.codec(), &none(codes.words())?, &none(codes.scales())?)?;
+                if codes.shape()[..2] != [b, h] {
+                    let expected = format!("[{b}, {h}, ..] as the window has");
+                    return Err(Error::Shape { what: "words", expected, got: codes.words().shape() });
+                }
+            }
+        }
+        self.check_frames(b, h)?;
+        self.check_queries(b, h)?;
+        self.check_tiers()
+    }
+
+    /// Tokens follow one another up to the offset; only a policy that drops blocks leaves gaps.
+    fn check_positions(&self) -> Result<()> {
+        let (sinks, window, offset) = (self.sinks_len, self.window_len, self.offset);
+        if offset > MOST_TOKENS || window > offset {
+            return Err(misfit(format!("{window} tokens in the window, the offset is {offset}")));
+        }
+        if sinks > self.recipe.sinks || window > self.full_window() {
+            return Err(misfit(format!("{sinks} sinks and {window} tokens in the window: more than fit")));
+        }
+        if sinks < self.recipe.sinks && offset > sinks {
+            return Err(misfit(format!("{sinks} sinks of {}, the offset is {offset}", self.recipe.sinks)));
+        }
+        let mut end = sinks;
+        let gaps = self.limit().is_some();
+        let mut follow = |what: &str, start: usize, len: usize| {
+            let fits = if gaps { start >= end } else { start == end };
+            if !fits || start > offset || len > offset - start {
+                let reason = format!("{what} holds {len} tokens from {start} on, those before end at {end}");
+                return Err(misfit(format!("{reason}, the offset is {offset}")));
+            }
+            end = start + len;
+            Ok(())
+        };
+        for s in &self.body {
+            if s.keys.is_empty() {
+                return Err(misfit(format!("the segment at {} holds no token", s.start)));
+            }
+            follow("a segment", s.start, s.keys.len())?;
+        }
+        follow("the window", offset - window, window)
+    }
+
+    /// Tables are there once a block has left the window, and are those of the codecs.
+    fn check_frames(&self, b: usize, h: usize) -> Result<()> {
+        let Some(frames) = &self.frames else {
+            return match self.body.first() {
+                None => Ok(()),
+                Some(s) => Err(misfit(format!("a segment at {} without frames", s.start))),
+            };
+        };
+        for (i, (frame, codec)) in frames.iter().zip(self.frame_codecs()).enumerate() {
+            let (side, centred) = (["keys", "values"][i], i == 0 && codec.is_some() && self.recipe.centred);
+            if frame.centre.is_some() != centred {
+                let found = if centred { "no centre" } else { "a centre that the recipe does not have" };
+                return Err(misfit(format!("the frame of the {side} has {found}")));
+            }
+            match &codec {
+                Some(codec) => frame.check(codec, b, h)?,
+                None if frame.gain.is_none() && frame.order.is_none() => {}
+                None => return Err(misfit(format!("a frame of the {side}, which have no codec"))),
+            }
+            let get = |t: &Option<E::Tensor>| t.as_ref().map(|t| self.engine.get(t)).transpose();
+            Frame { centre: get(&frame.centre)?, gain: get(&frame.gain)?, order: get(&frame.order)? }
+                .check_entries()?;
+        }
+        Ok(())
+    }
+
+    fn check_queries(&self, b: usize, h: usize) -> Result<()> {
+        let Some(queries) = &self.queries else { return Ok(()) };
+        self.engine.dtype(queries)?;
+        match queries.shape()[..] {
+            [qb, hq, n, d] if qb == b && hq > 0 && hq % h == 0 && n > 0 && d == self.shape.key_dim => {
+                if self.frames.is_some() || n > self.offset {
+                    return Err(misfit(format!("{n} queries beside frames or of more tokens than came")));
+                }
+                Ok(())
+            }
+            _ => {
+                let expected = format!("[{b}, a multiple of {h}, n > 0, {}]", self.shape.key_dim);
+                Err(Error::Shape { what: "queries", expected, got: queries.shape() })
+            }
+        }
+    }
+
+    /// Every segment has the codecs of its tier, and the blocks of the tiers are its tokens.
+    fn check_tiers(&self) -> Result<()> {
+        let Some(tiers) = &self.tiers else {
+            let codecs = [&self.codecs[0], &self.codecs[1]];
+            return self.body.iter().try_for_each(|s| check_segment(s, codecs));
+        };
+        if tiers.unobserved >= tiers.observe_every || tiers.pins.iter().any(|p| p.start > p.end) {
+            return Err(misfit("observations or pins that no cache has".into()));
+        }
+        let (mut blocks, tile) = (tiers.blocks.iter().peekable(), self.recipe.tile());
+        for s in &self.body {
+            let (mut at, end) = (s.start, s.start + s.keys.len());
+            while at < end {
+                let block = blocks.next().filter(|b| b.start == at && b.len > 0 && b.len <= end - at);
+                let block = block.filter(|b| (b.start - s.start) % tile == 0 && b.len % tile == 0);
+                let block = block
+                    .ok_or_else(|| misfit(format!("no block of a tier begins at {at} and ends by {end}")))?;
+                let codecs = tiers.codecs.get(block.tier);
+                let codecs = codecs.ok_or_else(|| misfit(format!("there is no tier {}", block.tier)))?;
+                check_segment(s, [&codecs[0], &codecs[1]])?;
+                at += block.len;
+            }
+        }
+        match blocks.next() {
+            Some(b) => Err(misfit(format!("a block at {} of which there are no tokens", b.start))),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Checks that the sides of a segment are packed by these codecs, or exact where there is none.
+fn check_segment<T: Buffer>(s: &Segment<T>, codecs: [&Option<Arc<Codec>>; 2]) -> Result<()> {
+    for (side, codec) in [&s.keys, &s.values].into_iter().zip(codecs) {
+        match (side, codec) {
+            (Stored::Packed(codes), Some(codec)) => codes.expect(codec)?,
+            (Stored::Exact { .. }, None) => {}
+            _ => return Err(misfit(format!("the segment at {} is not packed as its tier is", s.start))),
+        }
+    }
+    Ok(())
+}
+
+/// An [`Error::Parse`] about a state.
+pub(super) fn misfit(reason: String) -> Error {
+    Error::Parse { what: "cache state", text: "state".into(), reason }
+}
