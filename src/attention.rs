@@ -84,7 +84,8 @@ pub struct Rules<T> {
     pub causal: bool,
     /// A query sees only this many newest tokens, its own included.
     pub sliding_window: Option<usize>,
-    /// First tokens of every sequence that are padding and never seen; empty for none.
+    /// First tokens of every sequence that are padding and never seen; empty for none. This hides them here only: a cache that is told by
+    /// [`crate::cache::LayerCache::with_left_padding`] keeps them out of its sinks and frames too, and needs no rule.
     pub left_padding: Vec<usize>,
     /// Over the tokens held, [B or 1, Hq or 1, L, T]: u8 (zero hides) or a float that is added (minus infinity, or the least finite
     /// value of its dtype, hides).

@@ -4,12 +4,16 @@
 //! with many tokens is cut at these borders, so any chunking of appends gives the same bytes and the same attention. Encoding a
 //! single token never happens. A clone shares buffers until one side writes, then has its own.
 //!
+//! The newest tokens may be drafts that are rejected: trimming them takes back what they have caused, see [`LayerCache::trim`].
+//!
 //! Keys come with their rotary embedding. Tokens keep their positions when others are evicted: there is no context shift, which would
 //! turn packed keys to new positions.
 
 mod append;
+mod batch;
 mod capacity;
 mod consistent;
+mod draft;
 mod heads;
 mod layer;
 mod mask;
@@ -41,6 +45,7 @@ use crate::policy::Block;
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;
+use std::ops::Range;
 use std::sync::Arc;
 use undo::Undo;
 
@@ -72,6 +77,8 @@ struct SequenceCache<E: Engine> {
     frames: Option<[Frame<E::Tensor>; 2]>,
     /// Queries [B, Hq, n, D] so far, until the gains of equalised keys are made from them.
     queries: Option<E::Tensor>,
+    /// Their positions, in runs.
+    asked: Vec<Range<usize>>,
     sinks: Option<Exact<E::Tensor>>,
     sinks_len: usize,
     body: Vec<Segment<E::Tensor>>,
@@ -79,6 +86,8 @@ struct SequenceCache<E: Engine> {
     window_len: usize,
     offset: usize,
     tiers: Option<tiers::Tiers>,
+    /// What the newest block was, as long as the tokens behind its border may be taken back.
+    border: Option<Arc<draft::Border<E::Tensor>>>,
 }
 
 impl<E: Engine + Clone> SequenceCache<E> {
@@ -113,6 +122,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             codecs,
             frames: None,
             queries: None,
+            asked: vec![],
             sinks: None,
             sinks_len: 0,
             body: vec![],
@@ -120,6 +130,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             window_len: 0,
             offset: 0,
             tiers: None,
+            border: None,
         })
     }
 
@@ -219,8 +230,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
         self.engine.attend(&self.segments(), queries, rules)
     }
 
-    /// See [`LayerCache::fetch`].
-    pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
+    /// See [`LayerCache::fetch`]; `evicted` are segments that are given besides those held.
+    fn fetch(&self, evicted: &[Segment<E::Tensor>]) -> Result<(E::Tensor, E::Tensor)> {
         let Some(window) = &self.window else {
             return Err(Error::Shape { what: "cache", expected: "at least one append".into(), got: vec![0] });
         };
@@ -230,7 +241,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             Stored::Packed(codes) => self.engine.decode(codes, dtype),
         };
         let (mut keys, mut values) = (vec![window.keys.slice(2, 0, 0)?], vec![window.values.slice(2, 0, 0)?]);
-        for segment in self.segments() {
+        for segment in self.segments_with(evicted) {
             keys.push(dense(&segment.keys, dtypes[0])?);
             values.push(dense(&segment.values, dtypes[1])?);
         }
@@ -253,6 +264,14 @@ impl<E: Engine + Clone> SequenceCache<E> {
             list.push(exact(window, self.window_len, self.offset - self.window_len));
         }
         list
+    }
+
+    /// The parts, and others that were dropped, in token order.
+    fn segments_with(&self, evicted: &[Segment<E::Tensor>]) -> Vec<Segment<E::Tensor>> {
+        let mut all = self.segments();
+        all.extend(evicted.iter().cloned());
+        all.sort_by_key(|s| s.start);
+        all
     }
 
     /// Makes the empty window, which tells dtype and heads, before the first token.

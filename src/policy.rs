@@ -116,6 +116,14 @@ impl TierPolicy {
         }
     }
 
+    /// Whether a block may be evicted.
+    pub fn drops(&self) -> bool {
+        match self {
+            TierPolicy::Attention(policy) => policy.evict().is_some(),
+            TierPolicy::None | TierPolicy::Progressive(_) => self.limit().is_some(),
+        }
+    }
+
     /// Name of a tier.
     pub fn name(&self, tier: usize) -> String {
         let names: &[&str] = match self {

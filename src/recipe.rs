@@ -10,8 +10,8 @@ use std::str::FromStr;
 
 /// One codec for keys, one for values, and the tokens that stay exact.
 ///
-/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a side
-/// that is not packed; reading also takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
+/// The text form is `key=SPEC,value=SPEC[,centred],sinks=N,window=N[,draft=N][,key-bits=WIDTHS,value-bits=WIDTHS]` with `exact` for a
+/// side that is not packed; reading also takes a preset's name with options: `turboquant-mse@3/2,sinks=4`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub struct Recipe {
@@ -25,6 +25,9 @@ pub struct Recipe {
     pub sinks: usize,
     /// Newest tokens that stay exact.
     pub window: usize,
+    /// Newest tokens that can be taken back without a trace, as rejected drafts are: 16 unless the text says otherwise, at most
+    /// [`MOST_DRAFT`]. See [`crate::cache::LayerCache::trim`].
+    pub draft: usize,
     /// Bits of every layer and KV head, in place of those of the specs.
     pub plan: Option<BitPlan>,
 }
@@ -50,6 +53,10 @@ pub const PRESETS: [(&str, &str); 8] = [
 
 /// Most tokens that a recipe may keep exact at either end: more than any context has, and far from overflow in every count of bytes.
 pub const MOST_EXACT_TOKENS: usize = 1 << 26;
+/// Draft tokens of a recipe that does not say how many.
+const DRAFT: usize = 16;
+/// Greatest `draft` of a recipe: the tokens of a block.
+pub const MOST_DRAFT: usize = 128;
 
 /// Head dim for which a recipe's specs are written down.
 const TEMPLATE_DIM: usize = 128;
@@ -81,13 +88,16 @@ impl Recipe {
 
     /// The recipe that packs nothing.
     pub fn exact() -> Recipe {
-        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, plan: None }
+        Recipe { key: None, value: None, centred: false, sinks: 0, window: 0, draft: DRAFT, plan: None }
     }
 
     fn check_exact_tokens(&self) -> Result<()> {
-        for (field, tokens) in [("sinks", self.sinks), ("window", self.window)] {
-            if tokens > MOST_EXACT_TOKENS {
-                let reason = format!("at most {MOST_EXACT_TOKENS} tokens");
+        let exact = |field, tokens| (field, tokens, MOST_EXACT_TOKENS);
+        let bounds =
+            [exact("sinks", self.sinks), exact("window", self.window), ("draft", self.draft, MOST_DRAFT)];
+        for (field, tokens, most) in bounds {
+            if tokens > most {
+                let reason = format!("at most {most} tokens");
                 return Err(Error::Unsupported { field, value: tokens.to_string(), reason });
             }
         }
@@ -269,6 +279,9 @@ impl fmt::Display for Recipe {
             f.write_str(",centred")?;
         }
         write!(f, ",sinks={},window={}", self.sinks, self.window)?;
+        if self.draft != DRAFT {
+            write!(f, ",draft={}", self.draft)?;
+        }
         match &self.plan {
             Some(plan) => write!(f, ",key-bits={},value-bits={}", plan.key, plan.value),
             None => Ok(()),
@@ -302,6 +315,7 @@ impl FromStr for Recipe {
                 Some(("window", n)) => {
                     recipe.window = n.parse().map_err(|_| fail(format!("window {n:?}")))?
                 }
+                Some(("draft", n)) => recipe.draft = n.parse().map_err(|_| fail(format!("draft {n:?}")))?,
                 Some(("key-bits", widths)) => key_bits = Some(widths.parse()?),
                 Some(("value-bits", widths)) => value_bits = Some(widths.parse()?),
                 _ => return Err(fail(format!("unknown term {term:?}"))),

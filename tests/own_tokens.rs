@@ -6,6 +6,7 @@ use common::attention::{cache, exact};
 use common::*;
 use turbomoq::attention::Rules;
 use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, Mask};
+use turbomoq::codes::Buffer;
 use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
 use turbomoq::{Error, Recipe, Tensor};
@@ -224,6 +225,242 @@ fn masks_hide_the_padding_of_the_cache() {
     }
 }
 
+/// Tiers that a test of a few hundred tokens passes through.
+const SHORT: &str = "progressive:256=16/16,384=4/4,512=3/2,rest=2/1";
+
+fn tiered<E: Engine + Clone>(engine: &E, recipe: &str, policy: &str, every: usize) -> LayerCache<E> {
+    cache(engine, recipe, D).with_tiers(&policy.parse().unwrap(), every).unwrap()
+}
+
+/// Whether two caches are the same, bit for bit, and say the same of what they hold.
+fn assert_same<E: Engine + Clone>(one: &LayerCache<E>, two: &LayerCache<E>, q: &Tensor, what: &str) {
+    let engine = one.engine();
+    let host = |x: &E::Tensor| engine.get(x).unwrap().to_f32().unwrap();
+    assert_eq!((one.offset(), one.len()), (two.offset(), two.len()), "{what}");
+    assert_eq!((one.blocks(), one.used_bytes()), (two.blocks(), two.used_bytes()), "{what}");
+    let spans =
+        |c: &LayerCache<E>| -> Vec<_> { c.segments().iter().map(|s| (s.start, s.keys.len())).collect() };
+    assert_eq!(spans(one), spans(two), "{what}");
+    let ((k, v), (wk, wv)) = (one.fetch().unwrap(), two.fetch().unwrap());
+    assert!(host(&k) == host(&wk) && host(&v) == host(&wv), "{what}: rows");
+    let q = engine.put(q).unwrap();
+    let rules = Rules::causal(0.125);
+    assert_eq!(
+        host(&one.attend(&q, &rules).unwrap()),
+        host(&two.attend(&q, &rules).unwrap()),
+        "{what}: attention"
+    );
+}
+
+/// Speculative decoding: drafts come in pieces, some of their tokens are taken back in pieces, and the cache is the one that only ever
+/// saw the accepted tokens.
+fn rejected_drafts_leave_no_trace<E: Engine + Clone>(
+    engine: &E,
+    recipe: &str,
+    policy: &str,
+    t: usize,
+    draft: usize,
+) {
+    let (h, rep) = (2, 2);
+    let (k, v, q) = (keys(&[1, h, t, D], 1), gauss(&[1, h, t, D], 2), gauss(&[1, h * rep, t, D], 3));
+    let wrong = keys(&[1, h, draft, D], 4);
+    let mut rng = turbomoq::rng::Rng::new(7, 7);
+    let mut random = |n: usize| (rng.bits() % n as u64) as usize;
+    let rules = Rules::causal(0.125);
+    let [mut spoken, mut clean] = [0, 1].map(|_| tiered(engine, recipe, policy, 16));
+    let push = |cache: &mut LayerCache<E>, x: [&Tensor; 3], from: usize, to: usize, attends: bool| {
+        if from == to {
+            return;
+        }
+        let [q, k, v] = x.map(|x| engine.put(&cut(x, from, to)).unwrap());
+        match attends {
+            true => drop(cache.update_and_attend(&q, &k, &v, &rules).unwrap()),
+            false => cache.append(&k, &v).unwrap(),
+        }
+    };
+    let (mut at, mut round) = (0, 0);
+    while at < t {
+        let what = format!("{recipe}, {policy}, round {round}, {at} tokens");
+        // A long run now and then, so that the border comes in every way.
+        let n = if round % 9 == 8 { 60 } else { 1 + random(draft) }.min(t - at);
+        let accepted = if n > draft { n } else { random(n + 1) };
+        push(&mut clean, [&q, &k, &v], at, at + accepted, true);
+        let mut done = 0;
+        while done < accepted {
+            let piece = 1 + random(accepted - done);
+            push(&mut spoken, [&q, &k, &v], at + done, at + done + piece, true);
+            done += piece;
+        }
+        at += accepted;
+        let mut rejected = n - accepted;
+        while rejected > 0 {
+            let piece = 1 + random(rejected);
+            push(
+                &mut spoken,
+                [&cut(&q, 0, draft), &wrong, &wrong],
+                rejected - piece,
+                rejected,
+                round % 2 == 0,
+            );
+            rejected -= piece;
+        }
+        if round % 5 == 0 {
+            spoken = LayerCache::from_state(engine.clone(), &spoken.state().unwrap()).unwrap();
+        }
+        let mut rejected = n - accepted;
+        while rejected > 0 {
+            let piece = 1 + random(rejected);
+            assert_eq!(spoken.trim(piece).unwrap(), piece);
+            rejected -= piece;
+        }
+        assert_eq!(spoken.report().unwrap().bytes(), spoken.nbytes(), "{what}");
+        if at > 0 && (at % 128 < 40 || at == t) {
+            assert_same(&spoken, &clean, &cut(&q, at - 1, at), &what);
+        }
+        round += 1;
+    }
+}
+
+#[test]
+fn a_rejected_draft_across_a_block_border_leaves_no_trace() {
+    let equalised = "key=d128:b3:equalised,value=d128:b3,centred,sinks=4,window=64";
+    for recipe in ["best@4", "best@2,sinks=0,window=0", "kivi@2/2,sinks=3,window=32", equalised] {
+        rejected_drafts_leave_no_trace(&Cpu, recipe, "none", 460, 16);
+    }
+    rejected_drafts_leave_no_trace(&Cpu, "turboquant-mse@16/4,sinks=2,window=0,draft=100", "none", 600, 100);
+    for policy in [SHORT, "progressive:128=16/16,rest=drop", "progressive:140=8/8,300=4/4,rest=drop"] {
+        rejected_drafts_leave_no_trace(&Cpu, "best@4,sinks=2,window=16", policy, 900, 16);
+    }
+}
+
+#[test]
+fn what_a_rejected_query_attended_to_is_forgotten() {
+    let (h, t) = (1, 700);
+    let (k, v, q) = (keys(&[1, h, t, D], 1), gauss(&[1, h, t, D], 2), gauss(&[1, h, t, D], 3));
+    for policy in ["attention", "attention:0.5=8/8,rest=4/4,patience=2,evict=0.05"] {
+        for every in [1, 5, 16] {
+            let mut spoken = tiered(&Cpu, "turboquant-mse@4,sinks=2,window=16", policy, every);
+            let mut clean = spoken.clone();
+            let step = |cache: &mut LayerCache<Cpu>, from: usize, to: usize| {
+                let part = |x: &Tensor| cut(x, from, to);
+                cache.update_and_attend(&part(&q), &part(&k), &part(&v), &Rules::causal(0.125)).unwrap();
+            };
+            for at in (0..t - 20).step_by(4) {
+                step(&mut spoken, at + 5, at + 6 + at % 15);
+                step(&mut spoken, at + 7, at + 7 + (15 - at % 15));
+                spoken.trim(7).unwrap();
+                spoken.trim(9).unwrap();
+                step(&mut spoken, at, at + 4);
+                step(&mut clean, at, at + 4);
+            }
+            assert_same(&spoken, &clean, &cut(&q, 0, 1), &format!("{policy}, every {every}"));
+        }
+    }
+}
+
+#[test]
+fn rejected_drafts_leave_no_trace_in_head_groups_and_padded_batches() {
+    let (t, padding) = (300, vec![37, 0]);
+    let (k, v, q) = (gauss(&[2, 3, t, D], 1), gauss(&[2, 3, t, D], 2), gauss(&[2, 3, t, D], 3));
+    let recipe: Recipe = "best@4,sinks=2,window=0,key-bits=4.2.4,value-bits=4.4.2".parse().unwrap();
+    let new =
+        || HeadGroups::new(Cpu, &recipe, 0, SHAPE, 3).unwrap().with_left_padding(padding.clone()).unwrap();
+    let (mut spoken, mut clean) = (new(), new());
+    for at in (0..t - 16).step_by(8) {
+        spoken.append(&cut(&k, at, at + 3), &cut(&v, at, at + 3)).unwrap();
+        spoken.append(&cut(&k, at, at + 13), &cut(&v, at, at + 13)).unwrap();
+        assert_eq!(spoken.trim(16).unwrap(), 16);
+        for cache in [&mut spoken, &mut clean] {
+            cache.append(&cut(&k, at, at + 8), &cut(&v, at, at + 8)).unwrap();
+        }
+        let (q, rules) = (cut(&q, at, at + 1), Rules::causal(0.125));
+        assert_eq!(spoken.attend(&q, &rules).unwrap(), clean.attend(&q, &rules).unwrap(), "{at} tokens");
+    }
+}
+
+#[test]
+fn what_is_kept_for_drafts_is_one_block_for_a_while_and_is_counted() {
+    let x =
+        Tensor::from_f32(turbomoq::Dtype::F16, &[1, 2, 400, D], gauss(&[1, 2, 400, D], 1).to_f32().unwrap())
+            .unwrap();
+    let block = 128 * 2 * 2 * 2 * D;
+    for (draft, policy) in [(0, "none"), (1, "none"), (16, "none"), (16, "progressive:100=8/8,rest=2/2")] {
+        let recipe = format!("turboquant-mse@4,sinks=0,window=0,draft={draft}");
+        let mut cache = tiered(&Cpu, &recipe, policy, 16);
+        for t in 0..400 {
+            cache.append(&cut(&x, t, t + 1), &cut(&x, t, t + 1)).unwrap();
+            let (_, kept) = cache.report().unwrap().of("draft");
+            let behind = if t < 128 { usize::MAX } else { t % 128 + 1 };
+            // The tier border is crossed by one block of 8 bits and a scale of two bytes at a time.
+            let recoded = if policy == "none" || t < 256 { 0 } else { 128 * 2 * 2 * (D + 2) };
+            assert_eq!(
+                kept,
+                if behind <= 2 * draft { block + recoded } else { 0 },
+                "draft {draft}, {policy}, {t}"
+            );
+        }
+    }
+    assert_eq!("best@4".parse::<Recipe>().unwrap().draft, 16);
+    let text = "best@4,draft=7".parse::<Recipe>().unwrap().to_string();
+    assert_eq!(text.parse::<Recipe>().unwrap().draft, 7, "{text}");
+    assert!("best@4,draft=129".parse::<Recipe>().is_err() && "best@4,draft=-1".parse::<Recipe>().is_err());
+}
+
+/// Calls that evict: rows for the call that brings them, a mask that fits them, and the attention of both forms is the same.
+fn a_call_that_evicts_gives_its_own_rows<E: Engine + Clone>(
+    engine: &E,
+    recipe: &str,
+    policy: &str,
+    padding: &[usize],
+) {
+    let (b, h, rep, calls) = (padding.len().max(1), 2, 2, [300, 1, 7, 150, 40, 1, 290]);
+    let t = calls.iter().sum();
+    let (k, v, q) = (keys(&[b, h, t, D], 1), gauss(&[b, h, t, D], 2), gauss(&[b, h * rep, t, D], 3));
+    let put = |x: &Tensor| engine.put(x).unwrap();
+    let mut by_rows = tiered(engine, recipe, policy, 16).with_left_padding(padding.to_vec()).unwrap();
+    let mut by_attention = by_rows.clone();
+    let (mut at, mut arrays) = (0, 0);
+    for n in calls {
+        let part = |x: &Tensor| cut(x, at, at + n);
+        let held = by_rows.len();
+        let mask = by_rows.make_mask(n, false, None, &[]).unwrap();
+        let (fk, fv) = by_rows.update_and_fetch(&put(&part(&k)), &put(&part(&v))).unwrap();
+        assert_eq!(fk.shape()[2], held + n, "{policy}, {n} tokens behind {at}");
+        let bits = match mask {
+            Mask::Array(mask) => engine.get(&mask).unwrap(),
+            _ => Tensor::new(&[1, 1, n, held + n], vec![1u8; n * (held + n)]).unwrap(),
+        };
+        arrays += usize::from(bits.to_vec::<u8>().unwrap().contains(&0));
+        let (rows, bits) = (bits.shape()[0], bits.to_vec::<u8>().unwrap());
+        let hide = |b: usize, _: usize, i: usize, j: usize| bits[((b % rows) * n + i) * (held + n) + j] == 0;
+        let want = exact(&part(&q), &engine.get(&fk).unwrap(), &engine.get(&fv).unwrap(), 0.125, hide);
+        let rules = Rules { exact: true, ..Rules::causal(0.125) };
+        let out = by_attention
+            .update_and_attend(&put(&part(&q)), &put(&part(&k)), &put(&part(&v)), &rules)
+            .unwrap();
+        let far = greatest_difference(&engine.get(&out).unwrap().to_f32().unwrap(), &want);
+        assert!(far < 1e-3, "{policy}, {n} tokens behind {at}: {far}");
+        at += n;
+    }
+    assert!(arrays > 0, "{policy}: nothing was evicted");
+    assert_eq!(by_rows.len(), by_attention.len());
+}
+
+#[test]
+fn a_call_that_evicts_gives_all_rows_that_it_brought() {
+    // Nothing is packed, so that what a query sees does not depend on when a block was.
+    for policy in ["progressive:128=16/16,rest=drop", "progressive:400=16/16,rest=drop"] {
+        a_call_that_evicts_gives_its_own_rows(&Cpu, "turboquant-mse@16/16,sinks=2,window=16", policy, &[]);
+        a_call_that_evicts_gives_its_own_rows(&Cpu, "best@16/16", policy, &[]);
+        a_call_that_evicts_gives_its_own_rows(
+            &Cpu,
+            "turboquant-mse@16/16,sinks=2,window=0",
+            policy,
+            &[70, 0],
+        );
+    }
+}
+
 #[cfg(feature = "mlx")]
 mod graph {
     use super::*;
@@ -236,6 +473,25 @@ mod graph {
         let graph = Graph::new();
         padded_as_alone(&graph, "best@3,window=32", &[260, 0, 260], 230, 1e-5);
         padded_as_alone(&graph, "kivi@2/2,sinks=2,window=32", &[40, 0], 230, 1e-5);
+    }
+
+    #[test]
+    fn a_rejected_draft_across_a_block_border_leaves_no_trace_on_the_graph() {
+        let graph = Graph::new();
+        rejected_drafts_leave_no_trace(&graph, "turboquant-mse@4,sinks=2,window=16", "none", 300, 16);
+        let policy = "progressive:128=16/16,256=4/4,rest=drop";
+        rejected_drafts_leave_no_trace(&graph, "turboquant-mse@4,sinks=0,window=0", policy, 420, 16);
+    }
+
+    #[test]
+    fn a_call_that_evicts_gives_all_rows_that_it_brought_on_the_graph() {
+        let policy = "progressive:128=16/16,rest=drop";
+        a_call_that_evicts_gives_its_own_rows(
+            &Graph::new(),
+            "turboquant-mse@16/16,sinks=2,window=16",
+            policy,
+            &[],
+        );
     }
 
     #[test]

@@ -1,5 +1,6 @@
 //! How tokens enter a cache: sinks first, then the window, and from the window into packed blocks.
 
+use super::tiers::Retired;
 use super::undo::Undo;
 use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored};
@@ -65,12 +66,13 @@ impl<E: Engine + Clone> SequenceCache<E> {
             return Ok(n);
         }
         if self.window_len >= self.full_window() {
-            self.flush(undo)?;
+            self.flush(undo, total - start)?;
         }
         let n = (self.full_window() - self.window_len).min(total - start);
         let (k, v) = piece(n)?;
         self.write_window(undo, &k, &v)?;
         self.offset += n;
+        self.settle();
         Ok(n)
     }
 
@@ -150,12 +152,17 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 None => self.engine.compact(queries)?,
             };
             self.queries = Some(all);
+            let (end, n) = (self.offset, queries.shape()[2]);
+            match self.asked.last_mut().filter(|run| run.end + n == end) {
+                Some(run) => run.end = end,
+                None => self.asked.push(end - n..end),
+            }
         }
         Ok(())
     }
 
-    /// Packs the oldest block of the window.
-    fn flush(&mut self, undo: &mut Undo<E::Tensor>) -> Result<()> {
+    /// Packs the oldest block of the window; `coming` tokens of the call come behind it.
+    fn flush(&mut self, undo: &mut Undo<E::Tensor>, coming: usize) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
         let (keys, values) = (window.keys.slice(2, 0, BLOCK)?, window.values.slice(2, 0, BLOCK)?);
         let frames = match &self.frames {
@@ -180,8 +187,18 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let (rest_k, rest_v) = (rest(&window.keys)?, rest(&window.values)?);
         let left = self.window_len - BLOCK;
         let rest = Exact { keys: rest_k, values: rest_v, capacity: left };
+        let may_be_rejected = coming <= self.reach();
+        let mut border = match may_be_rejected {
+            true => Some(self.border_before(&fresh)?),
+            false => None,
+        };
         if let Some(tiers) = &self.tiers {
-            let (body, blocks) = self.retier(tiers, &fresh, &frames)?;
+            let Retired { body, blocks, old, dropped } =
+                self.retier(tiers, &fresh, &frames, may_be_rejected)?;
+            if let Some(border) = &mut border {
+                border.old = old;
+            }
+            undo.evicts(dropped);
             undo.changes_tiers(self);
             undo.replace_body(self, body);
             if let Some(tiers) = &mut self.tiers {
@@ -195,7 +212,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
         undo.replace_window(self, rest);
         self.window_len = left;
         self.frames = Some(frames);
-        self.queries = None;
+        (self.queries, self.asked) = (None, vec![]);
+        self.border = border.map(Arc::new);
         Ok(())
     }
 

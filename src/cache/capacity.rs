@@ -4,6 +4,7 @@
 //! the cache does it; so the plan of a half-precision cache equals its `nbytes`, and its `used_bytes`.
 
 use super::append::rows_for;
+use super::report::DRAFT;
 use super::tiers::tier_codecs;
 use crate::codec::Codec;
 use crate::compressor::BLOCK;
@@ -24,6 +25,8 @@ pub struct Plan {
     shape: ModelShape,
     sinks: usize,
     window: usize,
+    /// Newest tokens that can be taken back.
+    draft: usize,
     /// Whether blocks leave the window.
     blocks: bool,
     /// Bits and bytes of a key and of a value in each tier.
@@ -34,7 +37,7 @@ pub struct Plan {
 /// Tokens of one tier, over all layers.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct PlanPart {
-    /// `sinks`, `window`, `tables`, or the name of the tier.
+    /// `sinks`, `window`, `tables`, `draft` (what is kept so that the newest block can be taken back), or the name of the tier.
     pub tier: String,
     /// Tokens of a layer.
     pub tokens: usize,
@@ -75,6 +78,7 @@ impl Plan {
             shape: *shape,
             sinks: recipe.sinks,
             window: recipe.window,
+            draft: recipe.draft,
             blocks: codecs.iter().any(Option::is_some) || policy.limit().is_some(),
             table_bytes: tables.sum(),
             tiers: tiers.iter().map(|t| [row(&t[0], shape.key_dim), row(&t[1], shape.value_dim)]).collect(),
@@ -118,7 +122,27 @@ impl Plan {
         parts.push(exact(WINDOW, held, rows));
         let bytes = if count > 0 { heads * self.table_bytes } else { 0 };
         parts.push(PlanPart { tier: "tables".into(), tokens: 0, key_bits: 32.0, value_bits: 32.0, bytes });
+        let behind_border = if count > 0 { held + BLOCK - full } else { usize::MAX };
+        if behind_border <= 2 * self.draft {
+            parts.push(PlanPart { bytes: self.draft_bytes(sinks, count), ..exact(DRAFT, 0, 0) });
+        }
         parts
+    }
+
+    /// Bytes that are kept while the newest of `count` blocks can be taken back: its exact rows, and older blocks that the policy has
+    /// recoded or dropped together with it, as they were.
+    fn draft_bytes(&self, sinks: usize, count: usize) -> usize {
+        let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
+        let tier = |action: &Action| match action {
+            Action::Keep => Some(0),
+            Action::Recode(tier) => Some(*tier),
+            Action::Drop => None,
+        };
+        let (before, after) = (self.blocks(sinks, count.saturating_sub(1)), self.blocks(sinks, count));
+        let changed = before.iter().zip(&after).filter(|(b, a)| tier(&b.1) != tier(&a.1));
+        let row = |tier: usize| self.tiers[tier][0].1 + self.tiers[tier][1].1;
+        let old = changed.filter_map(|(b, _)| Some(BLOCK * row(tier(&b.1)?)));
+        layers * kv_heads * (BLOCK * 2 * (key_dim + value_dim) + old.sum::<usize>())
     }
 
     /// What the policy would be shown, and its answer.
@@ -143,13 +167,24 @@ impl Plan {
         self.parts(tokens).iter().map(|p| p.bytes).sum()
     }
 
+    /// The most bytes that caches of up to `tokens` tokens hold while the last ones may be drafts.
+    pub(super) fn most_bytes(&self, tokens: usize) -> usize {
+        let rest = tokens - self.sinks.min(tokens);
+        let count = if self.blocks { rest.saturating_sub(self.window + BLOCK).div_ceil(BLOCK) } else { 0 };
+        let held = self.parts(tokens).iter().filter(|p| p.tier != DRAFT).map(|p| p.bytes).sum::<usize>();
+        let draft = if count > 0 && self.draft > 0 { self.draft_bytes(self.sinks, count) } else { 0 };
+        held + draft
+    }
+
     /// Bytes of what the tokens need, [`super::LayerCache::used_bytes`] of all layers: [`Plan::bytes`] less exact rows that hold no
-    /// token yet.
+    /// token yet, and less what is kept for drafts.
     pub fn used_bytes(&self, tokens: usize) -> usize {
         let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
         let row = layers * kv_heads * 2 * (key_dim + value_dim);
         let exact = |p: &PlanPart| p.tier == SINKS || p.tier == WINDOW;
-        self.parts(tokens).iter().map(|p| if exact(p) { p.tokens * row } else { p.bytes }).sum()
+        let parts = self.parts(tokens);
+        let parts = parts.iter().filter(|p| p.tier != DRAFT);
+        parts.map(|p| if exact(p) { p.tokens * row } else { p.bytes }).sum()
     }
 
     /// Bytes of the same keys and values in half precision, without any allowance.
@@ -158,9 +193,10 @@ impl Plan {
         layers * kv_heads * tokens * 2 * (key_dim + value_dim)
     }
 
-    /// The longest cache that fits into `budget` bytes. More than 2^26 tokens are not looked for.
+    /// The longest cache that fits into `budget` bytes, also while its newest block can be taken back. More than 2^26 tokens are not
+    /// looked for.
     pub fn capacity(&self, budget: usize) -> usize {
-        longest(budget, |tokens| self.bytes(tokens))
+        longest(budget, |tokens| self.most_bytes(tokens))
     }
 }
 

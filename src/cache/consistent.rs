@@ -3,12 +3,15 @@
 //! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
 //! belong to the codecs, and a policy's blocks are those of the body.
 
-use super::SequenceCache;
+use super::tiers::Seen;
+use super::{LayerShape, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Frame, check_dtypes};
+use crate::compressor::BLOCK;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use std::ops::Range;
 use std::sync::Arc;
 
 /// Positions up to which a cache can be put together: those that an engine can count.
@@ -58,8 +61,38 @@ impl<E: Engine + Clone> SequenceCache<E> {
             }
         }
         self.check_frames(b, h)?;
-        self.check_queries(b, h)?;
-        self.check_tiers()
+        check_queries(self.queries.as_ref(), &self.asked, [b, h, self.shape.key_dim])?;
+        if self.frames.is_some() && self.queries.is_some() {
+            return Err(misfit("queries beside frames".into()));
+        }
+        self.check_tiers()?;
+        self.check_border(b, h)
+    }
+
+    /// A border lies within the last tokens, and a trim can go back to it: what that would give is a cache as consistent as any.
+    fn check_border(&self, b: usize, h: usize) -> Result<()> {
+        let Some(border) = &self.border else { return Ok(()) };
+        let (at, full) = (border.at, self.full_window());
+        let behind = self.offset.checked_sub(at).filter(|n| (1..=self.reach()).contains(n));
+        if behind.map(|n| n + full - BLOCK) != Some(self.window_len) || at < full {
+            return Err(misfit(format!("a border at {at}, the offset is {}", self.offset)));
+        }
+        let LayerShape { key_dim, value_dim } = self.shape;
+        for (rows, dim) in border.block.iter().zip([key_dim, value_dim]) {
+            self.engine.dtype(rows)?;
+            if rows.shape() != [b, h, BLOCK, dim] {
+                let expected = format!("[{b}, {h}, {BLOCK}, {dim}]");
+                return Err(Error::Shape { what: "border", expected, got: rows.shape() });
+            }
+        }
+        if border.tiers.is_some() != self.tiers.is_some() || border.spans.iter().any(|s| s.0 > at || s.1 > at)
+        {
+            return Err(misfit(format!("the border at {at} is that of another cache")));
+        }
+        check_queries(border.queries.as_ref(), &border.asked, [b, h, key_dim])?;
+        let mut cache = self.clone();
+        cache.trim(self.offset - at)?;
+        cache.check_parts()
     }
 
     /// Tokens follow one another up to the offset; only a policy that drops blocks leaves gaps.
@@ -75,7 +108,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             return Err(misfit(format!("{sinks} sinks of {}, the offset is {offset}", self.recipe.sinks)));
         }
         let mut end = sinks;
-        let gaps = self.limit().is_some();
+        let gaps = self.tiers.as_ref().is_some_and(|tiers| tiers.policy.drops());
         let mut follow = |what: &str, start: usize, len: usize| {
             let fits = if gaps { start >= end } else { start == end };
             if !fits || start > offset || len > offset - start {
@@ -120,23 +153,6 @@ impl<E: Engine + Clone> SequenceCache<E> {
         Ok(())
     }
 
-    fn check_queries(&self, b: usize, h: usize) -> Result<()> {
-        let Some(queries) = &self.queries else { return Ok(()) };
-        self.engine.dtype(queries)?;
-        match queries.shape()[..] {
-            [qb, hq, n, d] if qb == b && hq > 0 && hq % h == 0 && n > 0 && d == self.shape.key_dim => {
-                if self.frames.is_some() || n > self.offset {
-                    return Err(misfit(format!("{n} queries beside frames or of more tokens than came")));
-                }
-                Ok(())
-            }
-            _ => {
-                let expected = format!("[{b}, a multiple of {h}, n > 0, {}]", self.shape.key_dim);
-                Err(Error::Shape { what: "queries", expected, got: queries.shape() })
-            }
-        }
-    }
-
     /// Every segment has the codecs of its tier, and the blocks of the tiers are its tokens.
     fn check_tiers(&self) -> Result<()> {
         let Some(tiers) = &self.tiers else {
@@ -145,6 +161,10 @@ impl<E: Engine + Clone> SequenceCache<E> {
         };
         if tiers.unobserved >= tiers.observe_every || tiers.pins.iter().any(|p| p.start > p.end) {
             return Err(misfit("observations or pins that no cache has".into()));
+        }
+        let bad = |s: &Seen| s.unobserved >= tiers.observe_every || s.tokens.end > self.offset;
+        if tiers.seen.iter().any(|s| bad(s) || s.tokens.start > s.tokens.end) {
+            return Err(misfit("observations of tokens that did not come".into()));
         }
         let (mut blocks, tile) = (tiers.blocks.iter().peekable(), self.recipe.tile());
         for s in &self.body {
@@ -163,6 +183,35 @@ impl<E: Engine + Clone> SequenceCache<E> {
         match blocks.next() {
             Some(b) => Err(misfit(format!("a block at {} of which there are no tokens", b.start))),
             None => Ok(()),
+        }
+    }
+}
+
+/// Checks kept queries and their positions against sequences, heads and channels of the keys.
+fn check_queries<T: Buffer>(
+    queries: Option<&T>,
+    asked: &[Range<usize>],
+    [b, h, d]: [usize; 3],
+) -> Result<()> {
+    let rising = asked.windows(2).all(|w| w[0].end <= w[1].start) && asked.iter().all(|r| r.start < r.end);
+    let positions = asked.iter().fold(0usize, |sum, r| sum.saturating_add(r.len()));
+    let Some(shape) = queries.map(T::shape) else {
+        return if asked.is_empty() {
+            Ok(())
+        } else {
+            Err(misfit("positions of queries that are not there".into()))
+        };
+    };
+    match shape[..] {
+        [qb, hq, n, qd] if qb == b && hq > 0 && hq % h == 0 && n > 0 && qd == d => {
+            if rising && n == positions {
+                return Ok(());
+            }
+            Err(misfit(format!("{n} queries at positions {asked:?}")))
+        }
+        _ => {
+            let expected = format!("[{b}, a multiple of {h}, n > 0, {d}]");
+            Err(Error::Shape { what: "queries", expected, got: shape })
         }
     }
 }

@@ -3,7 +3,7 @@
 //! Heads never meet inside attention, so a layer is the sum of its groups: new rows are dealt out to them, and what they answer is
 //! put back in the order of the query heads. A layer of one width is one group, and nothing is dealt out.
 
-use super::undo::LayerUndo;
+use super::batch::LayerUndo;
 use super::{LayerCache, LayerReport, LayerShape};
 use crate::attention::Rules;
 use crate::codes::Buffer;
@@ -128,7 +128,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
         &mut self,
         call: impl FnOnce(&mut Self, &mut [LayerUndo<E::Tensor>]) -> Result<R>,
     ) -> Result<R> {
-        let mut undo: Vec<_> = self.groups.iter().map(|g| LayerUndo::new(&g.1)).collect();
+        let mut undo: Vec<_> = self.groups.iter().map(|g| g.1.undo()).collect();
         let done = call(self, &mut undo);
         if done.is_err() {
             self.groups.iter_mut().zip(undo).for_each(|(g, undo)| g.1.restore(undo));
@@ -147,8 +147,10 @@ impl<E: Engine + Clone> HeadGroups<E> {
     ) -> Result<(E::Tensor, E::Tensor)> {
         self.check(keys, values)?;
         self.all_or_nothing(|layer, undo| {
-            layer.append_all(undo, keys, values)?;
-            let parts = layer.groups.iter().map(|g| g.1.fetch()).collect::<Result<Vec<_>>>()?;
+            let mut parts = vec![];
+            for ((heads, cache), undo) in layer.groups.iter_mut().zip(undo) {
+                parts.push(cache.append_and_fetch(undo, &take(keys, heads, 1)?, &take(values, heads, 1)?)?);
+            }
             let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
             Ok((layer.put_back(&keys, 1)?, layer.put_back(&values, 1)?))
         })

@@ -5,7 +5,6 @@
 //! callers give and get are those of the batch, padding included.
 
 use super::padding::Group;
-use super::undo::LayerUndo;
 use super::{Block, LayerShape, SequenceCache};
 use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
@@ -102,7 +101,7 @@ impl<E: Engine + Clone> LayerCache<E> {
 
     /// Positions held: those of tokens that a sequence holds, and of padding.
     pub fn len(&self) -> usize {
-        if self.padding.is_empty() { self.groups[0].cache.len() } else { self.positions().len() }
+        if self.padding.is_empty() { self.groups[0].cache.len() } else { self.positions(|_| &[]).len() }
     }
 
     /// Whether no token is held.
@@ -121,7 +120,8 @@ impl<E: Engine + Clone> LayerCache<E> {
     }
 
     /// Bytes that the tokens held need: exact rows, codes, scales and tables, however the tokens came. [`LayerCache::nbytes`] has the
-    /// rows that hold no token yet besides, and the queries that are kept until the first block leaves the window.
+    /// rows that hold no token yet besides, the queries that are kept until the first block leaves the window, and what is kept so that
+    /// the newest block can be taken back.
     pub fn used_bytes(&self) -> usize {
         self.groups.iter().map(|g| g.cache.used_bytes()).sum()
     }
@@ -132,7 +132,9 @@ impl<E: Engine + Clone> LayerCache<E> {
         self.groups.iter().map(|g| g.cache.nbytes()).sum()
     }
 
-    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right.
+    /// Appends keys [B, H, L, D] and values [B, H, L, Dv] and gives all of them dense, in their dtype: the oracle, always right. Tokens
+    /// that a policy drops at this call are given once more, at their places; [`LayerCache::make_mask`] hides them from the queries that
+    /// come after.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if they do not fit what the cache holds; the cache is then as it was.
@@ -142,10 +144,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         values: &E::Tensor,
     ) -> Result<(E::Tensor, E::Tensor)> {
         self.check(keys, values)?;
-        self.all_or_nothing(|cache, undo| {
-            cache.append_all(undo, keys, values)?;
-            cache.fetch()
-        })
+        self.all_or_nothing(|layer, undo| layer.append_and_fetch(undo, keys, values))
     }
 
     /// Appends keys [B, H, L, D] and values [B, H, L, Dv].
@@ -154,35 +153,14 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// As [`LayerCache::update_and_fetch`].
     pub fn append(&mut self, keys: &E::Tensor, values: &E::Tensor) -> Result<()> {
         self.check(keys, values)?;
-        self.all_or_nothing(|cache, undo| cache.append_all(undo, keys, values))
-    }
-
-    /// Appends checked tokens.
-    pub(super) fn append_all(
-        &mut self,
-        undo: &mut LayerUndo<E::Tensor>,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-    ) -> Result<()> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.append_all(&mut undo.groups[0], keys, values);
-        }
-        let (offset, total) = (self.padded_offset, keys.shape()[2]);
-        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
-            let from = g.padding.saturating_sub(offset).min(total);
-            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
-            let (keys, values) = (new(keys)?, new(values)?);
-            g.cache.open(undo, &keys, &values)?;
-            g.cache.append_all(undo, &keys, &values)?;
-        }
-        self.padded_offset += total;
-        Ok(())
+        self.all_or_nothing(|layer, undo| layer.append_all(undo, keys, values))
     }
 
     /// Appends keys and values and attends with queries [B, Hq, L, D]: [B, Hq, L, Dv] in the dtype of the queries.
     ///
-    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the call is then cut at block
-    /// borders, and every query sees what it would have seen had the tokens come one by one. A query at a position of padding gives zeros.
+    /// A mask in `rules` covers all positions up to the last new token, evicted ones included. L may exceed the room of the window: the
+    /// call is then cut at block borders, and every query sees what it would have seen had the tokens come one by one. A query at a
+    /// position of padding gives zeros.
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if an array does not fit; the cache is then as it was.
@@ -194,60 +172,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         rules: &Rules<E::Tensor>,
     ) -> Result<E::Tensor> {
         self.check_attend(queries, keys, values, rules)?;
-        self.all_or_nothing(|cache, undo| cache.append_and_attend(undo, queries, keys, values, rules))
-    }
-
-    /// Checks the arrays of [`LayerCache::update_and_attend`].
-    pub(super) fn check_attend(
-        &self,
-        queries: &E::Tensor,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-        rules: &Rules<E::Tensor>,
-    ) -> Result<()> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.check_attend(queries, keys, values, rules);
-        }
-        let total = self.check(keys, values)?;
-        self.check_queries(queries, rules, self.padded_offset + total)?;
-        if queries.shape()[2] != total || total == 0 {
-            let expected = format!("[B, Hq, {total}, D] with at least one token");
-            return Err(Error::Shape { what: "queries", expected, got: queries.shape() });
-        }
-        Ok(())
-    }
-
-    /// Appends checked tokens and attends.
-    pub(super) fn append_and_attend(
-        &mut self,
-        undo: &mut LayerUndo<E::Tensor>,
-        queries: &E::Tensor,
-        keys: &E::Tensor,
-        values: &E::Tensor,
-        rules: &Rules<E::Tensor>,
-    ) -> Result<E::Tensor> {
-        if self.padding.is_empty() {
-            let cache = &mut self.groups[0].cache;
-            return cache.append_and_attend(&mut undo.groups[0], queries, keys, values, rules);
-        }
-        let (offset, total, mut outs) = (self.padded_offset, keys.shape()[2], vec![]);
-        for (g, undo) in self.groups.iter_mut().zip(&mut undo.groups) {
-            let from = g.padding.saturating_sub(offset).min(total);
-            let new = |x: &E::Tensor| g.sequences_of(x)?.slice(2, from, total);
-            let (q, keys, values) = (new(queries)?, new(keys)?, new(values)?);
-            let rules = g.rules(rules, from, &[(g.padding, offset + total)])?;
-            g.cache.open(undo, &keys, &values)?;
-            let out = match total - from {
-                0 => None,
-                _ => {
-                    g.cache.check_attend(&q, &keys, &values, &rules)?;
-                    Some(g.cache.append_and_attend(undo, &q, &keys, &values, &rules)?)
-                }
-            };
-            outs.push(g.behind_zeros(&q, from, out)?);
-        }
-        self.padded_offset += total;
-        self.put_back(&outs)
+        self.all_or_nothing(|layer, undo| layer.append_and_attend(undo, queries, keys, values, rules))
     }
 
     /// Attends without appending.
@@ -258,7 +183,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         if self.padding.is_empty() {
             return self.groups[0].cache.attend(queries, rules);
         }
-        let positions = self.positions();
+        let positions = self.positions(|_| &[]);
         self.check_queries(queries, rules, positions.len())?;
         let l = queries.shape()[2];
         if l > positions.len() || positions.is_empty() {
@@ -270,7 +195,7 @@ impl<E: Engine + Clone> LayerCache<E> {
             let q = g.sequences_of(queries)?.slice(2, from, l)?;
             let out = match l - from {
                 0 => None,
-                _ => Some(g.cache.attend(&q, &g.rules(rules, from, &g.held_runs(&positions))?)?),
+                _ => Some(g.cache.attend(&q, &g.rules(rules, from, &g.held_runs(&positions, &[]))?)?),
             };
             g.behind_zeros(&q, from, out)
         };
@@ -283,17 +208,16 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// # Errors
     /// [`Error::Shape`] if the cache has never held a token.
     pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
-        if self.padding.is_empty() {
-            return self.groups[0].cache.fetch();
-        }
-        let positions = self.positions();
-        let parts = self.groups.iter().map(|g| g.fetch(&positions)).collect::<Result<Vec<_>>>()?;
-        let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Ok((self.put_back(&keys)?, self.put_back(&values)?))
+        self.fetch_with(|_| &[])
     }
 
     /// Drops the last `n` tokens, exact or packed, and says how many were dropped (all, if there are fewer). Tokens that a tier policy
-    /// evicted count with the rest: the next token has position `offset - n`. They do not come back.
+    /// evicted count with the rest: the next token has position `offset - n`. They do not come back, unless they left within `draft`.
+    ///
+    /// Of the newest [`Recipe::draft`] tokens any number can be trimmed, in any pieces, and leaves no trace: the cache is bit for bit
+    /// what it was before they came, even where a block was packed, a frame was made or a policy decided in between. That holds at every
+    /// offset from which no more than `draft` tokens were appended and trimmed again at a time. Beyond them, tokens that were packed go
+    /// back to the window as they decode.
     ///
     /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
     /// [`crate::attention::Rules::mask`].
@@ -306,10 +230,11 @@ impl<E: Engine + Clone> LayerCache<E> {
         }
         let n = n.min(self.padded_offset);
         let target = self.padded_offset - n;
-        self.each(|g| {
-            g.cache.trim(g.cache.offset() - target.saturating_sub(g.padding).min(g.cache.offset()))
-        })?;
-        self.padded_offset = target;
+        let mut groups = self.groups.clone();
+        for g in &mut groups {
+            g.cache.trim(g.cache.offset().saturating_sub(target.saturating_sub(g.padding)))?;
+        }
+        (self.groups, self.padded_offset) = (groups, target);
         Ok(n)
     }
 

@@ -96,12 +96,16 @@ impl ModelPlan {
 
     /// Bytes of a cache of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> usize {
-        self.plan.bytes(tokens) + self.sliding.layers * self.sliding.window.min(tokens) * self.token_bytes
+        self.plan.bytes(tokens) + self.sliding_bytes(tokens)
+    }
+
+    fn sliding_bytes(&self, tokens: usize) -> usize {
+        self.sliding.layers * self.sliding.window.min(tokens) * self.token_bytes
     }
 
     /// The longest context whose cache fits into `budget` bytes, see [`Plan::capacity`].
     pub fn capacity(&self, budget: usize) -> usize {
-        longest(budget, |tokens| self.bytes(tokens))
+        longest(budget, |tokens| self.plan.most_bytes(tokens) + self.sliding_bytes(tokens))
     }
 
     /// Caches of `tokens` tokens that fit into `budget` bytes.

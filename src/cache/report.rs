@@ -7,10 +7,13 @@ use crate::engine::Engine;
 use crate::policy::Ema;
 use serde::Serialize;
 
+/// Name of the part that is kept beside the tokens so that the newest block can be taken back, see [`super::LayerCache::trim`].
+pub(super) const DRAFT: &str = "draft";
+
 /// A run of tokens of one tier.
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct Part {
-    /// `sinks`, `window`, or the name of the tier.
+    /// `sinks`, `window`, `draft` (no tokens: what is kept so that the newest block can be taken back), or the name of the tier.
     pub tier: String,
     /// Position of the first token.
     pub start: usize,
@@ -66,14 +69,20 @@ impl<E: Engine + Clone> SequenceCache<E> {
         };
         let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
         let queries = self.queries.as_ref().map_or(0, E::Tensor::nbytes);
-        exact.into_iter().map(rows).sum::<usize>() + self.table_bytes() - queries + body.sum::<usize>()
+        let rows = exact.into_iter().map(rows).sum::<usize>();
+        rows + self.table_bytes() - queries + body.sum::<usize>()
     }
 
     /// See [`super::LayerCache::nbytes`].
     pub fn nbytes(&self) -> usize {
         let exact: usize = [&self.sinks, &self.window].into_iter().flatten().map(bytes_of_exact).sum();
         let body = self.body.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
-        exact + self.table_bytes() + body.sum::<usize>()
+        exact + self.table_bytes() + body.sum::<usize>() + self.border_bytes()
+    }
+
+    /// Bytes that are kept so that the newest block can be taken back.
+    fn border_bytes(&self) -> usize {
+        self.border.as_ref().map_or(0, |border| border.nbytes())
     }
 
     fn table_bytes(&self) -> usize {
@@ -125,6 +134,18 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if let Some(sinks) = self.sinks.as_ref().filter(|_| self.sinks_len == 0) {
             parts.push(self.empty("sinks", sinks)?);
         }
+        if let Some(border) = &self.border {
+            let side = |i: usize| self.engine.dtype(&border.block[i]).map(|d| 8.0 * d.bytes() as f32);
+            parts.push(Part {
+                tier: DRAFT.into(),
+                start: border.at - self.full_window(),
+                tokens: 0,
+                key_bits: side(0)?,
+                value_bits: side(1)?,
+                bytes: border.nbytes(),
+                mass: 0.0,
+            });
+        }
         let (table_bytes, offset, limit) = (self.table_bytes(), self.offset, self.limit());
         Ok(LayerReport { parts, table_bytes, offset, limit })
     }
@@ -147,7 +168,7 @@ fn bytes_of_exact<T: Buffer>(exact: &Exact<T>) -> usize {
     exact.keys.nbytes() + exact.values.nbytes()
 }
 
-fn bytes_of<T: Buffer>(side: &Stored<T>) -> usize {
+pub(super) fn bytes_of<T: Buffer>(side: &Stored<T>) -> usize {
     match side {
         Stored::Exact { rows, .. } => rows.nbytes(),
         Stored::Packed(codes) => codes.words().nbytes() + codes.scales().nbytes(),

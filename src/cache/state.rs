@@ -4,14 +4,15 @@
 //! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
 
 use super::consistent::misfit;
-use super::tiers::Held;
+use super::draft::Border;
+use super::tiers::{Held, Seen};
 use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
 use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::policy::TierPolicy;
+use crate::policy::{Ema, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::CodecSpec;
 use serde::{Deserialize, Serialize};
@@ -59,6 +60,23 @@ struct Meta {
     framed: bool,
     body: Vec<Run>,
     tiers: Option<TierMeta>,
+    /// Positions of the queries.
+    #[serde(default)]
+    asked: Vec<Range<usize>>,
+    /// The newest first.
+    #[serde(default)]
+    borders: Vec<BorderMeta>,
+}
+
+/// The scalars of a [`Border`].
+#[derive(Serialize, Deserialize)]
+struct BorderMeta {
+    at: usize,
+    old: Vec<Run>,
+    spans: Vec<(usize, usize)>,
+    framed: bool,
+    asked: Vec<Range<usize>>,
+    tiers: Option<(Vec<Held>, [Ema; 2])>,
 }
 
 /// Tokens of a segment, and the specs of what is packed of it.
@@ -75,8 +93,10 @@ struct TierMeta {
     observe_every: usize,
     unobserved: usize,
     pins: Vec<Range<usize>>,
-    exact: [crate::policy::Ema; 2],
+    exact: [Ema; 2],
     blocks: Vec<Held>,
+    #[serde(default)]
+    seen: Vec<Seen>,
 }
 
 const VERSION: u32 = 1;
@@ -111,24 +131,10 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 arrays.insert(format!("levels.{side}"), self.engine.put(&levels)?);
             }
         }
-        let mut body = vec![];
-        for (i, segment) in self.body.iter().enumerate() {
-            let mut specs = [None, None];
-            for (k, stored) in [&segment.keys, &segment.values].into_iter().enumerate() {
-                let name = |what: &str| format!("body.{i}.{}.{what}", SIDES[k]);
-                match stored {
-                    Stored::Exact { rows, len } => {
-                        arrays.insert(name("rows"), rows.slice(2, 0, *len)?);
-                    }
-                    Stored::Packed(codes) => {
-                        arrays.insert(name("words"), codes.words().clone());
-                        arrays.insert(name("scales"), codes.scales().clone());
-                        specs[k] = Some(*codes.codec().spec());
-                    }
-                }
-            }
-            body.push(Run { start: segment.start, len: segment.keys.len(), specs });
-        }
+        let body = runs("body", &self.body, &mut arrays)?;
+        let borders = std::iter::successors(self.border.as_ref(), |border| border.previous.as_ref());
+        let borders = borders.enumerate().map(|(i, border)| border_state(i, border, &mut arrays));
+        let borders = borders.collect::<Result<_>>()?;
         let meta = Meta {
             version: VERSION,
             recipe: self.recipe.clone(),
@@ -146,7 +152,10 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 pins: t.pins.clone(),
                 exact: t.exact,
                 blocks: t.blocks.clone(),
+                seen: t.seen.clone(),
             }),
+            asked: self.asked.clone(),
+            borders,
         };
         let meta = serde_json::to_string(&meta).map_err(|e| misfit(e.to_string()))?;
         Ok(State { arrays, meta })
@@ -180,7 +189,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if let Some(tiers) = meta.tiers {
             cache = cache.with_tiers(&tiers.policy, tiers.observe_every)?;
             if let Some(made) = &mut cache.tiers {
-                made.unobserved = tiers.unobserved;
+                (made.unobserved, made.seen) = (tiers.unobserved, tiers.seen);
                 (made.pins, made.exact, made.blocks) = (tiers.pins, tiers.exact, tiers.blocks);
                 known.extend(made.codecs.iter().flatten().flatten().cloned());
             }
@@ -204,9 +213,9 @@ impl<E: Engine + Clone> SequenceCache<E> {
             Ok(Frame { centre: table("centre")?, gain: table("gain")?, order: table("order")? })
         };
         let frames = [frame(SIDES[0])?, frame(SIDES[1])?];
-        for (i, run) in meta.body.iter().enumerate() {
-            let side = |k: usize| -> Result<Stored<E::Tensor>> {
-                let name = |what: &str| format!("body.{i}.{}.{what}", SIDES[k]);
+        let segments = |part: &str, runs: &[Run]| -> Result<Vec<Segment<E::Tensor>>> {
+            let side = |i: usize, run: &Run, k: usize| -> Result<Stored<E::Tensor>> {
+                let name = |what: &str| format!("{part}.{i}.{}.{what}", SIDES[k]);
                 let Some(spec) = &run.specs[k] else {
                     let rows = array(&name("rows"))?;
                     expect_rows(&rows, run.len, meta.dims[k])?;
@@ -217,18 +226,84 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 let (words, scales) = (array(&name("words"))?, array(&name("scales"))?);
                 Codes::new(codec, frames[k].clone(), words, scales).map(Stored::Packed)
             };
-            let (keys, values) = (side(0)?, side(1)?);
-            if [keys.len(), values.len()] != [run.len; 2] {
-                return Err(misfit(format!("segment {i} has {} tokens, not {}", keys.len(), run.len)));
-            }
-            cache.body.push(Segment { start: run.start, keys, values });
+            let segment = |(i, run): (usize, &Run)| {
+                let (keys, values) = (side(i, run, 0)?, side(i, run, 1)?);
+                if [keys.len(), values.len()] != [run.len; 2] {
+                    let found = keys.len();
+                    return Err(misfit(format!("{part} segment {i} has {found} tokens, not {}", run.len)));
+                }
+                Ok(Segment { start: run.start, keys, values })
+            };
+            runs.iter().enumerate().map(segment).collect()
+        };
+        cache.body = segments("body", &meta.body)?;
+        for (i, border) in meta.borders.into_iter().enumerate().rev() {
+            let name = |what: &str| format!("border.{i}.{what}");
+            let old = segments(&name("old"), &border.old)?;
+            let queries = state.arrays.get(&name("queries")).map(own).transpose()?;
+            let block = [array(&name("keys"))?, array(&name("values"))?];
+            let BorderMeta { at, spans, framed, asked, tiers, .. } = border;
+            let previous = cache.border.take();
+            let border = Border { at, block, old, spans, framed, queries, asked, tiers, previous };
+            cache.border = Some(Arc::new(border));
         }
         cache.queries = state.arrays.get("queries").map(own).transpose()?;
+        cache.asked = meta.asked;
+        if let Some(n) = cache.queries.as_ref().map(|q| q.shape()[2])
+            && cache.asked.is_empty()
+        {
+            // An older state does not say: they are those of the last tokens.
+            cache.asked.push(meta.offset.saturating_sub(n)..meta.offset);
+        }
         cache.frames = meta.framed.then_some(frames);
         (cache.sinks_len, cache.window_len, cache.offset) = (meta.sinks, meta.window, meta.offset);
         cache.check_parts()?;
         Ok(cache)
     }
+}
+
+/// The arrays of segments by name, and their scalars.
+fn runs<T: Buffer>(
+    part: &str,
+    segments: &[Segment<T>],
+    arrays: &mut BTreeMap<String, T>,
+) -> Result<Vec<Run>> {
+    let mut runs = vec![];
+    for (i, segment) in segments.iter().enumerate() {
+        let mut specs = [None, None];
+        for (k, stored) in [&segment.keys, &segment.values].into_iter().enumerate() {
+            let name = |what: &str| format!("{part}.{i}.{}.{what}", SIDES[k]);
+            match stored {
+                Stored::Exact { rows, len } => {
+                    arrays.insert(name("rows"), rows.slice(2, 0, *len)?);
+                }
+                Stored::Packed(codes) => {
+                    arrays.insert(name("words"), codes.words().clone());
+                    arrays.insert(name("scales"), codes.scales().clone());
+                    specs[k] = Some(*codes.codec().spec());
+                }
+            }
+        }
+        runs.push(Run { start: segment.start, len: segment.keys.len(), specs });
+    }
+    Ok(runs)
+}
+
+/// The arrays of border `i` by name, and its scalars.
+fn border_state<T: Buffer>(
+    i: usize,
+    border: &Border<T>,
+    arrays: &mut BTreeMap<String, T>,
+) -> Result<BorderMeta> {
+    let old = runs(&format!("border.{i}.old"), &border.old, arrays)?;
+    for (side, rows) in SIDES.iter().zip(&border.block) {
+        arrays.insert(format!("border.{i}.{side}"), rows.clone());
+    }
+    if let Some(queries) = &border.queries {
+        arrays.insert(format!("border.{i}.queries"), queries.clone());
+    }
+    let Border { at, spans, framed, asked, tiers, .. } = border.clone();
+    Ok(BorderMeta { at, old, spans, framed, asked, tiers })
 }
 
 impl<E: Engine + Clone> KvCache<E> {
@@ -278,16 +353,15 @@ impl<E: Engine + Clone> HeadGroups<E> {
             return Err(misfit(format!("{} groups are not of heads {:?}", caches.len(), state.heads)));
         }
         let groups: Vec<_> = state.heads.iter().cloned().zip(caches).collect();
+        let batch = |cache: &LayerCache<E>| cache.heads().map(|h| h[0]);
         let first = &groups[0].1;
-        let shape = |cache: &LayerCache<E>| cache.groups[0].cache.shape;
         for (heads, cache) in &groups {
-            let found = cache.heads().map_or(heads.len(), |[_, heads]| heads);
-            let batch = |cache: &LayerCache<E>| cache.heads().map(|[batch, _]| batch);
-            if cache.left_padding() != first.left_padding() {
-                return Err(misfit(format!("the group of heads {heads:?} has another left padding")));
-            }
-            let alike = cache.offset() == first.offset() && batch(cache) == batch(first);
-            if heads.is_empty() || found != heads.len() || !alike || shape(cache) != shape(first) {
+            let found = cache.heads().map_or(heads.len(), |h| h[1]);
+            let alike = cache.offset() == first.offset()
+                && batch(cache) == batch(first)
+                && cache.shape() == first.shape()
+                && cache.left_padding() == first.left_padding();
+            if heads.is_empty() || found != heads.len() || !alike {
                 let found = format!("{found} heads, {:?} sequences, offset {}", batch(cache), cache.offset());
                 return Err(misfit(format!("the group of heads {heads:?} has {found}")));
             }

@@ -6,10 +6,11 @@
 
 use super::SequenceCache;
 use super::append::join;
-use super::undo::Undo;
+use super::undo::{Undo, compacted};
 use crate::attention::{Rules, Segment, Stored, cut};
 use crate::codec::Codec;
 use crate::codes::{Buffer, Codes, Frame};
+use crate::compressor::BLOCK;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::policy::{Action, Bits, Block, Ema, TierPolicy};
@@ -44,10 +45,29 @@ pub(super) struct Tiers {
     pub(super) pins: Vec<Range<usize>>,
     pub(super) observe_every: usize,
     pub(super) unobserved: usize,
+    /// Calls of the last tokens, as far back as [`SequenceCache::reach`], oldest first.
+    pub(super) seen: Vec<Seen>,
 }
 
-/// Segments, and the blocks in them.
-type Body<T> = (Vec<Segment<T>>, Vec<Held>);
+/// What the observations were before the queries of some tokens, which may be taken back.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub(super) struct Seen {
+    /// Positions of the queries.
+    pub(super) tokens: Range<usize>,
+    pub(super) unobserved: usize,
+    /// Attention of the blocks, and of sinks and window, if these queries were observed.
+    masses: Option<(Vec<Ema>, [Ema; 2])>,
+}
+
+/// What a policy makes of a body.
+pub(super) struct Retired<T> {
+    pub(super) body: Vec<Segment<T>>,
+    pub(super) blocks: Vec<Held>,
+    /// Blocks that were recoded or dropped, as they were, where they are asked for.
+    pub(super) old: Vec<Segment<T>>,
+    /// Views of what was dropped, the fresh block included.
+    pub(super) dropped: Vec<Segment<T>>,
+}
 
 /// A run of tokens of one tier on its way into the body.
 struct Piece<T> {
@@ -71,6 +91,47 @@ pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<V
         spec.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
     };
     tiers.iter().map(|b| Ok([side(&codecs[0], b.key)?, side(&codecs[1], b.value)?])).collect()
+}
+
+impl Held {
+    /// A block that has just left the window.
+    pub(super) fn fresh(start: usize) -> Held {
+        Held { start, len: BLOCK, tier: 0, mass: Ema::default() }
+    }
+}
+
+impl Tiers {
+    /// What the policy sees of blocks when `offset` tokens have come.
+    pub(super) fn facts(&self, blocks: &[Held], offset: usize) -> Vec<Block> {
+        let fact = |b: &Held| Block {
+            start: b.start,
+            len: b.len,
+            age: offset.saturating_sub(b.start + b.len),
+            mass: b.mass.value(),
+            observed: b.mass.steps(),
+            tier: b.tier,
+            pinned: self.pins.iter().any(|p| p.start < b.start + b.len && b.start < p.end),
+        };
+        blocks.iter().map(fact).collect()
+    }
+
+    /// Takes back what queries at `target` and later were observed to attend to.
+    pub(super) fn forget(&mut self, target: usize) {
+        let first = self.seen.partition_point(|s| s.tokens.end <= target);
+        let Some(seen) = self.seen.get(first).cloned() else { return };
+        let counted = seen.unobserved + target.saturating_sub(seen.tokens.start);
+        self.unobserved = counted.min(self.observe_every - 1);
+        if let Some((masses, exact)) = self.seen[first..].iter().find_map(|s| s.masses.clone())
+            && masses.len() == self.blocks.len()
+        {
+            self.blocks.iter_mut().zip(masses).for_each(|(b, mass)| b.mass = mass);
+            self.exact = exact;
+        }
+        self.seen.truncate(first);
+        if seen.tokens.start < target {
+            self.seen.push(Seen { tokens: seen.tokens.start..target, masses: None, ..seen });
+        }
+    }
 }
 
 impl<E: Engine + Clone> SequenceCache<E> {
@@ -97,6 +158,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
             pins: vec![],
             observe_every,
             unobserved: 0,
+            seen: vec![],
         });
         Ok(self)
     }
@@ -130,32 +192,21 @@ impl<E: Engine + Clone> SequenceCache<E> {
 
     /// What the policy sees.
     pub fn blocks(&self) -> Vec<Block> {
-        self.tiers.as_ref().map_or(vec![], |tiers| self.facts(tiers, &tiers.blocks))
+        self.tiers.as_ref().map_or(vec![], |tiers| tiers.facts(&tiers.blocks, self.offset))
     }
 
-    fn facts(&self, tiers: &Tiers, blocks: &[Held]) -> Vec<Block> {
-        let fact = |b: &Held| Block {
-            start: b.start,
-            len: b.len,
-            age: self.offset.saturating_sub(b.start + b.len),
-            mass: b.mass.value(),
-            observed: b.mass.steps(),
-            tier: b.tier,
-            pinned: tiers.pins.iter().any(|p| p.start < b.start + b.len && b.start < p.end),
-        };
-        blocks.iter().map(fact).collect()
-    }
-
-    /// The body with a fresh exact block behind it, after the policy has decided.
+    /// The body with a fresh exact block behind it, after the policy has decided; `keep` asks for what blocks were before.
     pub(super) fn retier(
         &self,
         tiers: &Tiers,
         fresh: &Segment<E::Tensor>,
         frames: &[Frame<E::Tensor>; 2],
-    ) -> Result<Body<E::Tensor>> {
+        keep: bool,
+    ) -> Result<Retired<E::Tensor>> {
         let mut held = tiers.blocks.clone();
-        held.push(Held { start: fresh.start, len: fresh.keys.len(), tier: 0, mass: Ema::default() });
-        let actions = tiers.policy.decide(&self.facts(tiers, &held));
+        held.push(Held::fresh(fresh.start));
+        let actions = tiers.policy.decide(&tiers.facts(&held, self.offset));
+        let (mut old, mut dropped) = (vec![], vec![]);
         let mut blocks = Vec::with_capacity(held.len());
         let mut body: Vec<Piece<E::Tensor>> = vec![];
         let mut at = 0;
@@ -173,28 +224,28 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 let run = run.take_while(|(b, a)| **a == action && b.start + b.len - from <= most).count();
                 let run = &mut held[i..i + run.max(1)];
                 i += run.len();
+                let to = run[run.len() - 1].start + run[run.len() - 1].len;
+                let view = || cut(segment, from - segment.start, to - segment.start);
+                if keep && !is_fresh && action != Action::Keep {
+                    old.push(compacted(&self.engine, &view()?)?);
+                }
                 let tier = match action {
                     Action::Keep => run[0].tier,
                     Action::Recode(tier) => tier.min(tiers.codecs.len() - 1),
-                    Action::Drop => continue,
+                    Action::Drop => {
+                        dropped.push(view()?);
+                        continue;
+                    }
                 };
                 run.iter_mut().for_each(|b| b.tier = tier);
                 blocks.extend_from_slice(run);
-                let piece = if untouched {
-                    segment.clone()
-                } else {
-                    let to = run[run.len() - 1].start + run[run.len() - 1].len;
-                    self.recode(
-                        &cut(segment, from - segment.start, to - segment.start)?,
-                        tiers,
-                        tier,
-                        frames,
-                    )?
-                };
+                let piece =
+                    if untouched { segment.clone() } else { self.recode(&view()?, tiers, tier, frames)? };
                 add(&mut body, Piece { segment: piece, tier, changed: !untouched })?;
             }
         }
-        Ok((body.into_iter().map(|p| p.segment).collect(), blocks))
+        let body = body.into_iter().map(|p| p.segment).collect();
+        Ok(Retired { body, blocks, old, dropped })
     }
 
     /// A run of tokens packed for a tier, in buffers of its own.
@@ -255,7 +306,10 @@ impl<E: Engine + Clone> SequenceCache<E> {
         };
         let alpha = policy.alpha();
         undo.changes_tiers(self);
+        let (end, reach) = (self.offset, self.reach());
         let Some(tiers) = &mut self.tiers else { return Ok(()) };
+        tiers.seen.retain(|s| s.tokens.end + reach > end);
+        tiers.seen.push(Seen { tokens: end - tokens..end, unobserved: tiers.unobserved, masses: None });
         tiers.unobserved += tokens;
         if tiers.unobserved < tiers.observe_every {
             return Ok(());
@@ -270,6 +324,9 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let shares = self.engine.masses(&parts, &queries.slice(2, last - 1, last)?, &one)?;
         let (sinks, window) = (usize::from(self.sinks_len > 0), usize::from(self.window_len > 0));
         let Some(tiers) = &mut self.tiers else { return Ok(()) };
+        if let Some(seen) = tiers.seen.last_mut() {
+            seen.masses = Some((tiers.blocks.iter().map(|b| b.mass).collect(), tiers.exact));
+        }
         let blocks = &shares[sinks..shares.len() - window];
         tiers.blocks.iter_mut().zip(blocks).for_each(|(b, &x)| b.mass = b.mass.with(alpha, x));
         if sinks > 0 {

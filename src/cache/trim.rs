@@ -8,6 +8,7 @@ use crate::codes::Buffer;
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::tensor::Dtype;
+use std::ops::Range;
 
 impl<E: Engine + Clone> SequenceCache<E> {
     /// See [`super::LayerCache::trim`].
@@ -16,32 +17,17 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if n == 0 {
             return Ok(0);
         }
-        let queries = self.queries.as_ref().filter(|q| q.shape()[2] > n);
-        let queries = queries.map(|q| self.engine.compact(&q.slice(2, 0, q.shape()[2] - n)?)).transpose()?;
         let target = self.offset - n;
-        let from_window = n.min(self.window_len);
-        let mut body = self.body.clone();
-        let mut rescued = None;
-        while let Some(last) = body.last() {
-            if last.start + last.keys.len() <= target {
-                break;
-            }
-            let Some(last) = body.pop() else { break };
-            if last.start >= target {
-                continue;
-            }
-            // Tokens that are encoded together with trimmed ones go back to the window as they decode.
-            let (len, keep, tile) = (last.keys.len(), target - last.start, self.recipe.tile());
-            let whole = keep / tile * tile;
-            if whole < keep {
-                let dense = self.dense(&cut(&last, whole, (whole + tile).min(len))?)?;
-                rescued = Some((dense, keep - whole));
-            }
-            if whole > 0 {
-                body.push(compacted(&self.engine, &cut(&last, 0, whole)?)?);
-            }
+        if let Some(border) = self.crossed(target) {
+            let mut before = self.clone();
+            before.go_back(&border)?;
+            before.trim(border.at - target)?;
+            *self = before;
+            return Ok(n);
         }
-        let window = rescued.map(|(rows, len)| self.fresh_window(&rows, len)).transpose()?;
+        let (queries, asked) = self.asked_before(target)?;
+        let (body, rescued) = self.body_before(target)?;
+        let rescued = rescued.map(|(rows, len)| self.fresh_window(&rows, len)).transpose()?;
         // Nothing can fail from here on.
         if let Some(tiers) = &mut self.tiers {
             let end = body.last().map_or(0, |last| last.start + last.keys.len());
@@ -49,20 +35,54 @@ impl<E: Engine + Clone> SequenceCache<E> {
             if let Some(last) = tiers.blocks.last_mut() {
                 last.len = last.len.min(end - last.start);
             }
+            tiers.forget(target);
         }
-        self.body = body;
-        self.queries = queries;
-        self.window_len -= from_window;
+        (self.body, self.queries, self.asked) = (body, queries, asked);
+        self.window_len -= n.min(self.window_len);
         self.sinks_len = self.sinks_len.min(target);
         self.offset = target;
-        if let Some((window, len)) = window {
+        if let Some((window, len)) = rescued {
             (self.window, self.window_len) = (Some(window), len);
         }
-        if self.body.is_empty() {
-            // What comes next is a first block again.
+        if self.body.is_empty() && target <= self.recipe.sinks.saturating_add(self.full_window()) {
+            // What leaves next is a first block again. A policy may have dropped the whole body of a longer cache.
             self.frames = None;
         }
         Ok(n)
+    }
+
+    /// The body without the tokens from `target` on, and the tokens before it that are encoded together with some of them, as they decode,
+    /// of which the first `len` stay: `(rows, len)`.
+    fn body_before(
+        &self,
+        target: usize,
+    ) -> Result<(Vec<Segment<E::Tensor>>, Option<((E::Tensor, E::Tensor), usize)>)> {
+        let body = &self.body;
+        let kept = body.iter().take_while(|s| s.start + s.keys.len() <= target).count();
+        let mut rest = body[..kept].to_vec();
+        let Some(last) = body.get(kept).filter(|s| s.start < target) else { return Ok((rest, None)) };
+        let (len, keep, tile) = (last.keys.len(), target - last.start, self.recipe.tile());
+        let whole = keep / tile * tile;
+        let mut rescued = None;
+        if whole < keep {
+            rescued = Some((self.dense(&cut(last, whole, (whole + tile).min(len))?)?, keep - whole));
+        }
+        if whole > 0 {
+            rest.push(compacted(&self.engine, &cut(last, 0, whole)?)?);
+        }
+        Ok((rest, rescued))
+    }
+
+    /// Queries at positions before `target`, and these positions.
+    fn asked_before(&self, target: usize) -> Result<(Option<E::Tensor>, Vec<Range<usize>>)> {
+        let runs = self.asked.iter().map(|r| r.start..r.end.min(target)).filter(|r| !r.is_empty());
+        let runs: Vec<_> = runs.collect();
+        let n = runs.iter().map(Range::len).sum();
+        let queries = match self.queries.as_ref().filter(|_| n > 0) {
+            Some(queries) if n < queries.shape()[2] => Some(self.engine.compact(&queries.slice(2, 0, n)?)?),
+            queries => queries.cloned(),
+        };
+        Ok((queries, runs))
     }
 
     /// A window with the first `len` of some rows, in the dtypes of the window that is there.

@@ -4,13 +4,16 @@
 //! buffer that is replaced moves in here until the call ends. Of a body without tiers only the lengths are kept: holding the segment
 //! that a block is joined to would double the bytes that a join holds twice for a moment.
 
-use super::tiers::Held;
-use super::{Exact, LayerCache, SequenceCache};
+use super::draft::Border;
+use super::tiers::{Held, Seen};
+use super::{Exact, SequenceCache};
 use crate::attention::{Segment, Stored, cut};
 use crate::codes::{Buffer, Codes};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::policy::Ema;
+use std::ops::Range;
+use std::sync::Arc;
 
 /// What the parts of a cache were before a call.
 pub(super) struct Undo<T> {
@@ -19,6 +22,10 @@ pub(super) struct Undo<T> {
     window_len: usize,
     framed: bool,
     queries: Option<T>,
+    asked: Vec<Range<usize>>,
+    border: Option<Arc<Border<T>>>,
+    /// Segments that the call has dropped, if they are asked for.
+    evicted: Option<Vec<Segment<T>>>,
     sinks: Option<Option<Exact<T>>>,
     window: Option<Option<Exact<T>>>,
     body: Option<Body<T>>,
@@ -35,6 +42,7 @@ struct Observed {
     blocks: Vec<Held>,
     exact: [Ema; 2],
     unobserved: usize,
+    seen: Vec<Seen>,
 }
 
 impl<T: Buffer> Undo<T> {
@@ -46,10 +54,30 @@ impl<T: Buffer> Undo<T> {
             window_len: cache.window_len,
             framed: cache.frames.is_some(),
             queries: cache.queries.clone(),
+            asked: cache.asked.clone(),
+            border: cache.border.clone(),
+            evicted: None,
             sinks: None,
             window: None,
             body: None,
             tiers: None,
+        }
+    }
+
+    /// Asks for the segments that the call will drop.
+    pub(super) fn keep_evicted(&mut self) {
+        self.evicted = Some(vec![]);
+    }
+
+    /// The segments that were asked for.
+    pub(super) fn evicted(&self) -> &[Segment<T>] {
+        self.evicted.as_deref().unwrap_or_default()
+    }
+
+    /// Notes segments that are dropped.
+    pub(super) fn evicts(&mut self, dropped: Vec<Segment<T>>) {
+        if let Some(evicted) = &mut self.evicted {
+            evicted.extend(dropped);
         }
     }
 
@@ -93,51 +121,17 @@ impl<T: Buffer> Undo<T> {
     pub(super) fn changes_tiers<E: Engine<Tensor = T>>(&mut self, cache: &SequenceCache<E>) {
         if let Some(tiers) = cache.tiers.as_ref().filter(|_| self.tiers.is_none()) {
             let blocks = tiers.blocks.clone();
-            self.tiers = Some(Observed { blocks, exact: tiers.exact, unobserved: tiers.unobserved });
+            let (exact, unobserved, seen) = (tiers.exact, tiers.unobserved, tiers.seen.clone());
+            self.tiers = Some(Observed { blocks, exact, unobserved, seen });
         }
-    }
-}
-
-/// What the groups of sequences of a layer were before a call.
-pub(super) struct LayerUndo<T> {
-    pub(super) groups: Vec<Undo<T>>,
-    padded_offset: usize,
-}
-
-impl<T: Buffer> LayerUndo<T> {
-    /// What `cache` is now.
-    pub(super) fn new<E: Engine<Tensor = T>>(cache: &LayerCache<E>) -> LayerUndo<T> {
-        let groups = cache.groups.iter().map(|g| Undo::new(&g.cache)).collect();
-        LayerUndo { groups, padded_offset: cache.padded_offset }
-    }
-}
-
-impl<E: Engine + Clone> LayerCache<E> {
-    /// Runs a call that changes the cache; if it fails, the cache is as it was.
-    pub(super) fn all_or_nothing<R>(
-        &mut self,
-        call: impl FnOnce(&mut Self, &mut LayerUndo<E::Tensor>) -> Result<R>,
-    ) -> Result<R> {
-        let mut undo = LayerUndo::new(self);
-        let done = call(self, &mut undo);
-        if done.is_err() {
-            self.restore(undo);
-        }
-        done
-    }
-
-    /// Makes the cache what it was.
-    pub(super) fn restore(&mut self, undo: LayerUndo<E::Tensor>) {
-        self.padded_offset = undo.padded_offset;
-        self.groups.iter_mut().zip(undo.groups).for_each(|(g, undo)| g.cache.restore(undo));
     }
 }
 
 impl<E: Engine + Clone> SequenceCache<E> {
     /// Makes the cache what it was. Cannot fail, since it runs after a failure.
-    fn restore(&mut self, undo: Undo<E::Tensor>) {
+    pub(super) fn restore(&mut self, undo: Undo<E::Tensor>) {
         (self.offset, self.sinks_len, self.window_len) = (undo.offset, undo.sinks_len, undo.window_len);
-        self.queries = undo.queries;
+        (self.queries, self.asked, self.border) = (undo.queries, undo.asked, undo.border);
         if !undo.framed {
             self.frames = None;
         }
@@ -161,7 +155,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
             None => {}
         }
         if let (Some(tiers), Some(before)) = (&mut self.tiers, undo.tiers) {
-            (tiers.blocks, tiers.exact, tiers.unobserved) = (before.blocks, before.exact, before.unobserved);
+            (tiers.blocks, tiers.exact) = (before.blocks, before.exact);
+            (tiers.unobserved, tiers.seen) = (before.unobserved, before.seen);
         }
     }
 }
