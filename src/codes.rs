@@ -233,3 +233,24 @@ impl<T: Buffer> Codes<T> {
         Err(Error::CodecMismatch { expected: name(codec), got: name(&self.codec) })
     }
 }
+
+impl Codes<Tensor> {
+    /// Row-major index of the first scale or bias that is NaN or infinite: its vector would not unpack to numbers.
+    pub fn first_bad_scale(&self) -> Option<usize> {
+        let affine = self.codec.affine_group().is_some();
+        let format = self.codec.format();
+        let bad = |code: u16| {
+            // Affine scales and biases are plain half floats.
+            let value = if affine { half::f16::from_bits(code).to_f32() } else { format.value(code) };
+            !value.is_finite()
+        };
+        match &self.scales {
+            Tensor::U8(scales) => {
+                let bad: [bool; 256] = std::array::from_fn(|code| bad(code as u16));
+                scales.iter().position(|&code| bad[usize::from(code)])
+            }
+            Tensor::F16(scales) => scales.iter().position(|scale| bad(scale.to_bits())),
+            _ => None,
+        }
+    }
+}

@@ -4,8 +4,8 @@
 //! agent counts; older ones and unfinished files are removed, one that was renamed gets its name back, and one that cannot be read is
 //! set aside under another name.
 
+use super::Archive;
 use super::manifest::Manifest;
-use super::{Archive, KEY};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::pool::{Label, Spill};
@@ -45,9 +45,8 @@ impl SpillFolder {
 }
 
 fn label_of(path: &Path) -> Result<Label> {
-    let file = Container::open(path)?;
-    let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
-    let manifest: Manifest = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
+    let mut file = Container::open(path)?;
+    let manifest = Manifest::read(&mut file, true)?;
     let text = manifest.metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
     serde_json::from_str(text).map_err(|e| file.bad(format!("agent: {e}")))
 }

@@ -5,12 +5,14 @@
 //! `safetensors::SafeTensors`, which accepts duplicate keys, keeps tensor names out of most of its errors and
 //! writes metadata in hash order. Bytes are little-endian, as on every machine MLX runs on.
 
+use super::image::checksum;
 use crate::error::{Error, Result};
 use crate::tensor::{Element, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -26,17 +28,15 @@ pub struct RawTensor {
     pub bytes: Vec<u8>,
 }
 
-impl From<&Tensor> for RawTensor {
-    fn from(x: &Tensor) -> RawTensor {
-        let dtype = match x {
-            Tensor::F32(_) => Dtype::F32,
-            Tensor::F16(_) => Dtype::F16,
-            Tensor::BF16(_) => Dtype::BF16,
-            Tensor::U32(_) => Dtype::U32,
-            Tensor::U8(_) => Dtype::U8,
-            Tensor::I32(_) => Dtype::I32,
-        };
-        RawTensor { dtype, shape: x.shape().to_vec(), bytes: x.row_major_bytes().into_owned() }
+/// The dtype of a tensor in a file.
+pub(super) fn dtype_of(x: &Tensor) -> Dtype {
+    match x {
+        Tensor::F32(_) => Dtype::F32,
+        Tensor::F16(_) => Dtype::F16,
+        Tensor::BF16(_) => Dtype::BF16,
+        Tensor::U32(_) => Dtype::U32,
+        Tensor::U8(_) => Dtype::U8,
+        Tensor::I32(_) => Dtype::I32,
     }
 }
 
@@ -80,6 +80,10 @@ pub(crate) struct Container {
     tensors: BTreeMap<String, TensorInfo>,
     /// The `__metadata__` of the header.
     pub(crate) metadata: BTreeMap<String, String>,
+    /// What the checksums of tensors must be, by name, if they are held to any.
+    checksums: Option<BTreeMap<String, u64>>,
+    /// Names of the tensors that were read.
+    read: RefCell<BTreeSet<String>>,
 }
 
 impl Container {
@@ -104,12 +108,40 @@ impl Container {
         let header: Header = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
         check_ranges(&header.tensors, len - 8 - header_len).map_err(bad)?;
         let Header { metadata, tensors } = header;
-        Ok(Container { path: path.into(), file, data_start: 8 + header_len, tensors, metadata })
+        let data_start = 8 + header_len;
+        Ok(Container {
+            path: path.into(),
+            file,
+            data_start,
+            tensors,
+            metadata,
+            checksums: None,
+            read: RefCell::default(),
+        })
+    }
+
+    /// From now on every tensor that is read must have its checksum, see [`super::image::checksum`].
+    ///
+    /// # Errors
+    /// [`Error::Format`] unless there is one for each tensor of the file and none for others.
+    pub(crate) fn hold_to(&mut self, checksums: BTreeMap<String, u64>) -> Result<()> {
+        let alone = |name: &&String| !(checksums.contains_key(*name) && self.tensors.contains_key(*name));
+        if let Some(name) = checksums.keys().chain(self.tensors.keys()).find(alone) {
+            return Err(self.bad(format!("tensor {name:?} has no checksum, or a checksum has no tensor")));
+        }
+        self.checksums = Some(checksums);
+        Ok(())
     }
 
     /// Names of the tensors, sorted as strings.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// The first tensor that was never read.
+    pub(crate) fn unread(&self) -> Option<&str> {
+        let read = self.read.borrow();
+        self.names().find(|name| !read.contains(*name))
     }
 
     /// Whether there is a tensor of this name.
@@ -128,7 +160,7 @@ impl Container {
     }
 
     /// Dtype and shape of a tensor.
-    pub(super) fn info(&self, name: &str) -> Result<&TensorInfo> {
+    pub(crate) fn info(&self, name: &str) -> Result<&TensorInfo> {
         self.tensors.get(name).ok_or_else(|| self.bad(format!("tensor {name:?} is missing")))
     }
 
@@ -148,7 +180,15 @@ impl Container {
         file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes)).map_err(|source| Error::Io {
             path: self.path.clone(),
             source: std::io::Error::new(source.kind(), format!("tensor {name:?}: {source}")),
-        })
+        })?;
+        self.read.borrow_mut().insert(name.to_string());
+        let Some(checksums) = &self.checksums else { return Ok(()) };
+        let (want, got) = (checksums.get(name), checksum(info.dtype, &info.shape, bytes));
+        if want == Some(&got) {
+            return Ok(());
+        }
+        Err(self
+            .bad(format!("tensor {name:?} is damaged: its checksum is {got:016x}, not that of the manifest")))
     }
 
     /// A tensor as raw bytes.

@@ -53,7 +53,7 @@ impl Client {
         let segment = format!("p{}.safetensors", self.parked);
         cache.write(self.folder.join(&segment), cache.layout)?;
         let (id, kind) = (id.into(), kind.into());
-        self.call(&Request::Park { id, segment, kind, priority, recipe: None })
+        self.call(&Request::Park { id, segment, kind, priority, recipe: None, uneven: false })
     }
 
     /// The prompt cache of an agent.

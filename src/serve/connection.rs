@@ -93,9 +93,9 @@ fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Resul
     let pool = &server.pool;
     match request {
         Request::Ping | Request::Shutdown => {}
-        Request::Park { id, segment, kind, priority, recipe } => {
+        Request::Park { id, segment, kind, priority, recipe, uneven } => {
             let path = folder.segment(&segment)?;
-            let parked = park(server, &path, &id, &kind, priority, recipe.as_deref());
+            let parked = park(server, &path, [&id, &kind], priority, recipe.as_deref(), uneven);
             // The client may have removed it, and its folder goes anyway.
             drop(std::fs::remove_file(&path));
             return parked;
@@ -119,10 +119,10 @@ fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Resul
 fn park(
     server: &Server,
     path: &std::path::Path,
-    id: &str,
-    kind: &str,
+    [id, kind]: [&str; 2],
     priority: f32,
     recipe: Option<&str>,
+    uneven: bool,
 ) -> Result<Reply> {
     let recipe = match recipe {
         Some(text) => text.parse()?,
@@ -130,6 +130,9 @@ fn park(
     };
     let archive = server.gate.run(|| -> Result<Archive> {
         let cache = PromptCache::read(path)?;
+        if !uneven {
+            cache.check_even()?;
+        }
         // An agent that comes back keeps the codes of what it was given.
         let before = server.pool.peek(id).and_then(|parcel| parcel.join()).ok();
         Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())

@@ -81,8 +81,12 @@ class Pool:
         priority: float = 1.0,
         recipe: Optional[str] = None,
         metadata: Optional[dict[str, str]] = None,
+        uneven: bool = False,
     ) -> Parked:
-        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed."""
+        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed.
+
+        Layers that stand at different tokens are refused, unless `uneven` says that it is meant.
+        """
         for layer, entry in enumerate(cache):
             if type(entry).__name__.startswith("Batch"):
                 name = type(entry).__name__
@@ -97,6 +101,8 @@ class Pool:
         try:
             save_prompt_cache(str(path), cache, metadata or {})
             request = {"op": "park", "id": id, "segment": segment, "kind": kind, "priority": priority, "recipe": recipe}
+            if uneven:
+                request["uneven"] = True
             reply = self._call(request)
         finally:
             path.unlink(missing_ok=True)
