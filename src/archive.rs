@@ -1,36 +1,47 @@
 //! The compressed file: one safetensors file that says what it is, and the way from a prompt cache to it and back.
 //!
-//! Metadata holds one entry, `turbomoq`, a JSON manifest: format version, recipe, the layout and user metadata of the source, and
-//! for every layer its class, shapes and codecs. Tensors are `<layer>.<side>.<part>` for the parts words, scales, centre, gain,
-//! order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
+//! Metadata holds `turbomoq`, a JSON manifest: format version, recipe, the layout and user metadata of the source, for every layer
+//! its class, shapes and codecs, and for every tensor a checksum. Tensors are `<layer>.<side>.<part>` for the parts words, scales,
+//! centre, gain, order, levels, head and tail; what is not attention keys and values passes through as `<layer>.raw.<n>`.
+//!
+//! A checksum is 16 hexadecimal digits of the 64-bit XXH3 of the tensor's dtype and shape as text, `F16[1, 2, 40, 64]`, and its
+//! bytes after them. The metadata entry `turbomoq.checksum` is the XXH3 of the manifest's text. Version 1 had no checksums.
 
 mod manifest;
+mod origin;
 mod parked;
+mod reader;
+mod shell;
 #[cfg(unix)]
 mod spill;
 
 pub use parked::{parked_bytes, parked_model_bytes, plan_within};
+pub use shell::Shell;
 #[cfg(unix)]
 pub use spill::SpillFolder;
 
 use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats};
+use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats, check_rows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
-use crate::files;
 use crate::pool::Pooled;
-use crate::prompt_cache::{Container, KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring};
+use crate::prompt_cache::{Container, Image, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
 use crate::recipe::Recipe;
-use crate::tensor::{Dtype, Tensor};
-use manifest::{Manifest, Reader, lay_out};
-use serde::{Deserialize, Serialize};
-use std::collections::{BTreeMap, HashMap};
+use crate::spec::Side;
+use crate::tensor::Tensor;
+use manifest::{Checksum, Manifest, lay_out};
+use origin::Origin;
+use rayon::prelude::*;
+use reader::Reader;
+use shell::{rebuild, shell_of};
+use std::collections::BTreeMap;
 use std::path::Path;
 
-/// Version of the format that this crate writes, and the only one that it reads.
-pub const VERSION: u32 = 1;
-/// Metadata key of the manifest.
+/// Version of the format that this crate writes; it reads this one and those before it.
+pub const VERSION: u32 = 2;
+/// Metadata keys of the manifest and of its checksum.
 const KEY: &str = "turbomoq";
+const CHECKSUM_KEY: &str = "turbomoq.checksum";
 
 /// A compressed prompt cache.
 #[derive(Clone, Debug)]
@@ -60,36 +71,6 @@ pub enum Entry {
     Other(Layer),
     /// A list of caches.
     List(Vec<Entry>),
-}
-
-/// What is needed beside keys and values to rebuild a layer.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Shell {
-    /// A plain class.
-    Plain(KvClass),
-    /// A rotating window.
-    Rotating(Ring),
-    /// MLX affine codes.
-    Quantized {
-        /// Elements per scale.
-        group_size: usize,
-        /// Bits per code.
-        bits: usize,
-        /// Dtype of the scales.
-        dtype: Dtype,
-    },
-}
-
-impl Shell {
-    /// The name of the class in mlx-lm.
-    pub fn class(&self) -> &'static str {
-        match self {
-            Shell::Plain(class) => class.name(),
-            Shell::Rotating(_) => "RotatingKVCache",
-            Shell::Quantized { .. } => "QuantizedKVCache",
-        }
-    }
 }
 
 /// Float tensors of a safetensors file, by name.
@@ -126,17 +107,29 @@ impl Archive {
         mut done: impl FnMut(),
     ) -> Result<Archive> {
         let before = before.filter(|b| b.recipe == *compressor.recipe());
+        let mut metadata = cache.metadata.clone();
+        // Where the rows come from is no word of the user.
+        let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
-            let entry = pack(layer, i, compressor, before.and_then(|b| b.layers.get(i)));
+            let before = before.and_then(|b| b.layers.get(i));
+            let entry = pack(layer, &i.to_string(), i, compressor, before, origin.as_ref());
             done();
             entry
         });
-        Ok(Archive {
-            recipe: compressor.recipe().clone(),
-            layout: cache.layout,
-            metadata: cache.metadata.clone(),
-            layers: layers.collect::<Result<_>>()?,
-        })
+        let layers = layers.collect::<Result<_>>()?;
+        Ok(Archive { recipe: compressor.recipe().clone(), layout: cache.layout, metadata, layers })
+    }
+
+    /// Says in the metadata of a restored cache how its rows were packed (`turbomoq_origin`), so that packing it again by the same
+    /// recipe starts from the same frames: [`Archive::compress`] reads it, [`PromptCache::read_signed`] brings it there. Tokens may have
+    /// been appended since.
+    ///
+    /// # Errors
+    /// As [`Layer::attention_kv`].
+    pub fn sign(&self, restored: &mut PromptCache) -> Result<()> {
+        let origin = Origin::of(self, restored)?;
+        restored.metadata.insert(ORIGIN_KEY.into(), origin.to_text());
+        Ok(())
     }
 
     /// Unpacks every layer into a prompt cache of the source's layout; `done` is called after every layer.
@@ -183,7 +176,7 @@ impl Archive {
             .stats()
     }
 
-    /// Writes the file in one step: a sibling, flushed, renamed. Returns its bytes.
+    /// Writes the file in one step, see [`crate::files`]; nothing is copied on the way. Returns its bytes.
     ///
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; then `path` is as it was.
@@ -192,50 +185,50 @@ impl Archive {
         let mut tensors = BTreeMap::new();
         let layers =
             self.layers.iter().enumerate().map(|(i, e)| lay_out(e, &i.to_string(), &mut tensors)).collect();
+        let checksums = tensors.par_iter().map(|(name, t)| (name.clone(), Checksum(t.checksum()))).collect();
         let manifest = Manifest {
             version: VERSION,
             recipe: self.recipe.clone(),
             layout: self.layout.to_string(),
             metadata: self.metadata.clone(),
             layers,
+            checksums,
         };
         let bad = |detail: String| Error::Format { path: path.into(), detail };
         let text = serde_json::to_string(&manifest).map_err(|e| bad(e.to_string()))?;
-        let views = tensors.iter().map(|(name, t)| {
-            let view = safetensors::tensor::TensorView::new(t.dtype, t.shape.clone(), &t.bytes);
-            view.map(|view| (name, view)).map_err(|e| bad(e.to_string()))
-        });
-        let views = views.collect::<Result<Vec<_>>>()?;
-        let metadata = Some(HashMap::from([(KEY.to_string(), text)]));
-        let bytes = safetensors::serialize(views, metadata).map_err(|e| bad(e.to_string()))?;
-        files::replace(path, &[&bytes])
+        let sum = Manifest::checksum(&text);
+        let metadata = BTreeMap::from([(KEY.to_string(), text), (CHECKSUM_KEY.to_string(), sum)]);
+        Image::new(&metadata, tensors.into_iter().collect()).map_err(bad)?.write(path)
     }
 
-    /// Reads a file that [`Archive::write`] made.
+    /// Reads a file that [`Archive::write`] made, of this format version or an older one.
     ///
     /// # Errors
-    /// [`Error::Io`]; [`Error::Format`] for a file that is truncated, inconsistent, not of this format or of another version.
+    /// [`Error::Io`]; [`Error::Format`] for a file that is truncated, damaged, inconsistent, not of this format or of a newer version.
     pub fn read(path: impl AsRef<Path>) -> Result<Archive> {
-        let file = Container::open(path.as_ref())?;
-        let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
-        // The version comes first: a newer file may have a manifest that this version cannot read.
-        #[derive(Deserialize)]
-        struct Head {
-            version: u32,
+        Archive::read_with(path.as_ref(), true)
+    }
+
+    /// As [`Archive::read`] without the checksums: for what can be saved of a damaged file. All other checks are made.
+    ///
+    /// # Errors
+    /// As [`Archive::read`].
+    pub fn read_unverified(path: impl AsRef<Path>) -> Result<Archive> {
+        Archive::read_with(path.as_ref(), false)
+    }
+
+    fn read_with(path: &Path, verify: bool) -> Result<Archive> {
+        let mut file = Container::open(path)?;
+        let Manifest { recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
+        let layout = layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
+        let layers = layers.into_iter().enumerate().map(|(layer, manifest)| {
+            Reader { file: &file, recipe: &recipe, at: layer.to_string(), layer }.entry(manifest)
+        });
+        let layers = layers.collect::<Result<_>>()?;
+        match file.unread() {
+            Some(name) => Err(file.bad(format!("tensor {name:?} belongs to no layer of the manifest"))),
+            None => Ok(Archive { recipe, layout, metadata, layers }),
         }
-        let head: Head = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
-        if head.version != VERSION {
-            return Err(
-                file.bad(format!("format version {}, this program reads version {VERSION}", head.version))
-            );
-        }
-        let manifest: Manifest =
-            serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
-        let layout = manifest.layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
-        let layers = manifest.layers.into_iter().enumerate();
-        let layers =
-            layers.map(|(i, m)| Reader { file: &file, at: i.to_string() }.entry(m)).collect::<Result<_>>()?;
-        Ok(Archive { recipe: manifest.recipe, layout, metadata: manifest.metadata, layers })
     }
 }
 
@@ -275,13 +268,15 @@ impl Pooled for Archive {
 
 fn pack<E: Engine>(
     layer: &Layer,
+    at: &str,
     index: usize,
     compressor: &Compressor<E>,
     before: Option<&Entry>,
+    origin: Option<&Origin>,
 ) -> Result<Entry> {
     if let Layer::List(list) = layer {
-        let entries = list.iter().map(|l| pack(l, index, compressor, None));
-        return Ok(Entry::List(entries.collect::<Result<_>>()?));
+        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), index, compressor, None, origin);
+        return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
     }
     let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
         return Ok(Entry::Other(layer.clone()));
@@ -289,6 +284,7 @@ fn pack<E: Engine>(
     let shell = shell_of(layer, kind);
     // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
     if kv.values.is_empty() || kv.keys.is_empty() {
+        check_rows(index, Side::Key, &kv.keys)?;
         let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
         return Ok(Entry::Packed { shell, layer });
     }
@@ -299,7 +295,15 @@ fn pack<E: Engine>(
         }
         _ => None,
     };
-    let packed = compressor.compress_layer_after(index, &kv.keys, &kv.values, before.as_ref())?;
+    let frames = match origin {
+        Some(origin) => {
+            let split = compressor.recipe().split(kv.keys.shape()[2]);
+            let frame = |side, rows| origin.frame(at, side, rows, split);
+            [frame(Side::Key, &kv.keys)?, frame(Side::Value, &kv.values)?]
+        }
+        None => [None, None],
+    };
+    let packed = compressor.compress_layer_from(index, &kv.keys, &kv.values, before.as_ref(), frames)?;
     let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
         let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
         let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;
@@ -346,39 +350,4 @@ fn to_engine<E: Engine>(side: &CompressedSide<Tensor>, engine: &E) -> Result<Com
     let body = side.body.as_ref().map(|codes| move_codes(codes, |t| engine.put(t))).transpose()?;
     let (head, tail) = (put(&side.head)?, put(&side.tail)?);
     Ok(CompressedSide { head, body, tail, shape: side.shape, dtype: side.dtype })
-}
-
-fn shell_of(layer: &Layer, kind: KvKind) -> Shell {
-    match (layer, kind) {
-        (Layer::Kv { class, .. }, _) => Shell::Plain(*class),
-        (_, KvKind::Rotating(ring)) => Shell::Rotating(ring),
-        (Layer::Quantized { kv: Some(kv), group_size, bits }, _) => {
-            let dtype = kv.keys.scales.float().unwrap_or(Dtype::F32);
-            Shell::Quantized { group_size: *group_size, bits: *bits, dtype }
-        }
-        (_, KvKind::Quantized { group_size, bits }) => {
-            Shell::Quantized { group_size, bits, dtype: Dtype::F32 }
-        }
-        (_, KvKind::Plain) => Shell::Plain(KvClass::Kv),
-    }
-}
-
-fn rebuild(shell: &Shell, kv: Pair<Tensor>) -> Result<Layer> {
-    Ok(match *shell {
-        Shell::Plain(class) => Layer::Kv { class, kv: Some(kv) },
-        Shell::Rotating(ring) => {
-            let (keys, values) = (ring.ring_order(&kv.keys)?, ring.ring_order(&kv.values)?);
-            Layer::Rotating { kv: Some(Pair { keys, values }), ring }
-        }
-        Shell::Quantized { group_size, bits, dtype } => {
-            let quantize = |x: &Tensor| {
-                Packed::quantize(&Tensor::from_f32(dtype, x.shape(), x.to_f32()?)?, group_size, bits)
-            };
-            Layer::Quantized {
-                kv: Some(Pair { keys: quantize(&kv.keys)?, values: quantize(&kv.values)? }),
-                group_size,
-                bits,
-            }
-        }
-    })
 }

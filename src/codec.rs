@@ -131,30 +131,24 @@ impl Codec {
             _ => None,
         };
         let affine = matches!(spec.grid, Grid::Affine { .. } | Grid::ChannelAffine { .. });
-        let outliers = spec.outliers as usize;
         let mut bands = Vec::new();
         let mut word = 0;
-        for (start, end, bits) in [(0, outliers, spec.bits + spec.lead), (outliers, spec.head_dim, spec.bits)]
-        {
-            let mut at = start;
-            for dim in blocks(end - start, spec.rotation)? {
-                // Every band has a rotation of its own.
-                let seed = spec.seed.wrapping_add(bands.len() as u64);
-                let rotation = match spec.rotation {
-                    RotationKind::Identity => Rotation::Identity,
-                    RotationKind::Dense => Rotation::dense(dim, seed),
-                    RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
-                };
-                let grid = match spec.grid {
-                    Grid::Affine { .. } | Grid::ChannelAffine { .. } => BandGrid::Affine,
-                    Grid::Trellis { states } => BandGrid::Trellis(trellis(states, bits, dim)?),
-                    grid => BandGrid::Scalar(ScalarGrid::new(grid, bits, dim, fitted.as_ref())),
-                };
-                let words = bits::words(dim, bits);
-                bands.push(Band { start: at, dim, bits, word, words, rotation, grid });
-                at += dim;
-                word += words;
-            }
+        for (start, dim, bits) in band_sizes(&spec)? {
+            // Every band has a rotation of its own.
+            let seed = spec.seed.wrapping_add(bands.len() as u64);
+            let rotation = match spec.rotation {
+                RotationKind::Identity => Rotation::Identity,
+                RotationKind::Dense => Rotation::dense(dim, seed),
+                RotationKind::Hadamard => Rotation::hadamard(dim, seed).unwrap_or(Rotation::Identity),
+            };
+            let grid = match spec.grid {
+                Grid::Affine { .. } | Grid::ChannelAffine { .. } => BandGrid::Affine,
+                Grid::Trellis { states } => BandGrid::Trellis(trellis(states, bits, dim)?),
+                grid => BandGrid::Scalar(ScalarGrid::new(grid, bits, dim, fitted.as_ref())),
+            };
+            let words = bits::words(dim, bits);
+            bands.push(Band { start, dim, bits, word, words, rotation, grid });
+            word += words;
         }
         if affine && bands.len() > 1 {
             let reason =
@@ -167,13 +161,28 @@ impl Codec {
                 Some(Qjl::new(spec.head_dim, projections as usize, rounds as usize, spec.seed))
             }
         };
-        let rounds = qjl.as_ref().map_or(0, Qjl::rounds);
-        let signs = qjl.as_ref().map_or(0, |q| rounds * q.projections() / 32);
-        let row_scales = match spec.grid {
+        let [row_words, row_scales] = Codec::row_size(&spec)?;
+        Ok(Codec { spec, row_words, row_scales, bands, qjl, fitted, channel })
+    }
+
+    /// Words and scales of an encoded vector, without the tables: what a file is held to before it may cost any.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a head dim that no rotation covers.
+    pub(crate) fn row_size(spec: &CodecSpec) -> Result<[usize; 2]> {
+        let bands = band_sizes(spec)?;
+        let words: usize = bands.iter().map(|&(_, dim, bits)| bits::words(dim, bits)).sum();
+        let (signs, rounds) = match spec.residual {
+            Residual::None => (0, 0),
+            Residual::Qjl { projections, rounds } => {
+                (usize::from(rounds) * usize::from(projections) / 32, usize::from(rounds))
+            }
+        };
+        let scales = match spec.grid {
             Grid::Affine { group } | Grid::ChannelAffine { group } => 2 * spec.head_dim / group as usize,
             _ => bands.len() + rounds,
         };
-        Ok(Codec { spec, row_words: word + signs, row_scales, bands, qjl, fitted, channel })
+        Ok([words + signs, scales])
     }
 
     /// The spec.
@@ -219,7 +228,15 @@ impl Codec {
 
     /// The format in which scales are stored; affine scales and biases are always half floats.
     pub fn format(&self) -> ScaleFormat {
-        if self.affine_group().is_some() { ScaleFormat::F16 } else { self.spec.format }
+        Codec::scale_format(&self.spec)
+    }
+
+    /// [`Codec::format`] from the spec alone.
+    pub(crate) fn scale_format(spec: &CodecSpec) -> ScaleFormat {
+        match spec.grid {
+            Grid::Affine { .. } | Grid::ChannelAffine { .. } => ScaleFormat::F16,
+            _ => spec.format,
+        }
     }
 
     /// Bytes of an encoded vector.
@@ -259,6 +276,20 @@ fn trellis(states: u8, bits: u8, dim: usize) -> Result<Trellis> {
         value: format!("trellis{states} of {bits} bits on {dim} channels"),
         reason: "a multiple of 8 channels and a stream of 32 bits are needed".into(),
     })
+}
+
+/// First coordinate, size and bits of every band, in order.
+fn band_sizes(spec: &CodecSpec) -> Result<Vec<(usize, usize, u8)>> {
+    let outliers = spec.outliers as usize;
+    let mut bands = Vec::new();
+    for (start, end, bits) in [(0, outliers, spec.bits + spec.lead), (outliers, spec.head_dim, spec.bits)] {
+        let mut at = start;
+        for dim in blocks(end - start, spec.rotation)? {
+            bands.push((at, dim, bits));
+            at += dim;
+        }
+    }
+    Ok(bands)
 }
 
 /// Sizes of the blocks that a run of coordinates is rotated in: one, or for a Hadamard rotation the greatest sizes that have a form.

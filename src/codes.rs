@@ -79,6 +79,51 @@ impl<T: Buffer> Frame<T> {
     }
 }
 
+impl Frame<Tensor> {
+    /// Checks what the tables say, for tables that come from outside: centre and gains are finite f32, the gains above zero since
+    /// decoding divides by them, and the order of each head is a permutation, since anything else would read outside of a row.
+    ///
+    /// # Errors
+    /// [`Error::Dtype`], or [`Error::Unsupported`] with the first bad entry.
+    pub fn check_entries(&self) -> Result<()> {
+        let refuse = |field, value: String, reason: &str| {
+            Err(Error::Unsupported { field, value, reason: reason.into() })
+        };
+        for (field, table) in [("frame centre", &self.centre), ("frame gain", &self.gain)] {
+            let Some(table) = table else { continue };
+            let values = table.to_vec::<f32>()?;
+            let gain = field == "frame gain";
+            let bad = values.iter().find(|x| !x.is_finite() || (gain && !(x.is_normal() && **x > 0.0)));
+            if let Some(x) = bad {
+                return refuse(field, x.to_string(), "finite values, and gains above zero");
+            }
+        }
+        let Some(order) = &self.order else { return Ok(()) };
+        let (dim, places) = (order.shape().last().copied().unwrap_or(0), order.to_vec::<u32>()?);
+        for row in places.chunks(dim.max(1)) {
+            let mut seen = vec![false; dim];
+            let twice = |&&i: &&u32| seen.get_mut(i as usize).is_none_or(|s| std::mem::replace(s, true));
+            if let Some(i) = row.iter().find(twice) {
+                return refuse("frame order", i.to_string(), "every channel once");
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Checks the dtypes of words and scales that come from outside.
+///
+/// # Errors
+/// [`Error::Dtype`] names the array.
+pub fn check_dtypes(codec: &Codec, words: &Tensor, scales: &Tensor) -> Result<()> {
+    let wanted = codec.format().dtype();
+    match (words.dtype(), scales.dtype()) {
+        ("U32", got) if got == wanted => Ok(()),
+        ("U32", got) => Err(Error::Dtype { what: "scales", expected: wanted, got: got.into() }),
+        (got, _) => Err(Error::Dtype { what: "words", expected: "U32", got: got.into() }),
+    }
+}
+
 /// Packed vectors with their codec and frame.
 #[derive(Clone, Debug)]
 pub struct Codes<T> {
@@ -186,5 +231,26 @@ impl<T: Buffer> Codes<T> {
             None => c.spec().to_string(),
         };
         Err(Error::CodecMismatch { expected: name(codec), got: name(&self.codec) })
+    }
+}
+
+impl Codes<Tensor> {
+    /// Row-major index of the first scale or bias that is NaN or infinite: its vector would not unpack to numbers.
+    pub fn first_bad_scale(&self) -> Option<usize> {
+        let affine = self.codec.affine_group().is_some();
+        let format = self.codec.format();
+        let bad = |code: u16| {
+            // Affine scales and biases are plain half floats.
+            let value = if affine { half::f16::from_bits(code).to_f32() } else { format.value(code) };
+            !value.is_finite()
+        };
+        match &self.scales {
+            Tensor::U8(scales) => {
+                let bad: [bool; 256] = std::array::from_fn(|code| bad(code as u16));
+                scales.iter().position(|&code| bad[usize::from(code)])
+            }
+            Tensor::F16(scales) => scales.iter().position(|scale| bad(scale.to_bits())),
+            _ => None,
+        }
     }
 }

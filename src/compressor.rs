@@ -3,9 +3,12 @@
 //! A side of a layer is divided by the recipe into exact sinks, packed tokens and an exact window. The frame (centre, gains,
 //! channel order) comes from the first block of packed tokens, as it does when a cache is filled token by token.
 
+mod again;
+mod packable;
+
 use crate::codebook;
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes};
+use crate::codes::{Buffer, Codes, Frame};
 use crate::cpu::Cpu;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
@@ -141,7 +144,7 @@ impl<E: Engine> Compressor<E> {
     /// As [`Compressor::compress_layer`].
     pub fn calibrate(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
         for (side, x) in [(Side::Key, keys), (Side::Value, values)] {
-            let [_, _, t, d] = check(layer, side, x)?;
+            let [_, _, t, d] = check_rows(layer, side, x)?;
             let Some(spec) = self.recipe.spec(side, layer, d)? else { continue };
             let scalar = matches!(spec.grid, Grid::Lloyd | Grid::Beta | Grid::Fitted | Grid::Uniform);
             if !scalar || spec.outliers > 0 || t == 0 {
@@ -182,7 +185,8 @@ impl<E: Engine> Compressor<E> {
     ///
     /// # Errors
     /// [`Error::Shape`] or [`Error::Dtype`] if they are not float tensors of four axes that agree in all but the last,
-    /// [`Error::NonFinite`] names the first NaN or infinity, [`Error::Unsupported`] as [`Compressor::codec`].
+    /// [`Error::NonFinite`] names the first NaN or infinity, [`Error::Unsupported`] as [`Compressor::codec`] and, naming the place,
+    /// for numbers too large to be packed.
     pub fn compress_layer(
         &self,
         layer: usize,
@@ -204,15 +208,34 @@ impl<E: Engine> Compressor<E> {
         values: &Tensor,
         before: Option<&CompressedLayer<E::Tensor>>,
     ) -> Result<CompressedLayer<E::Tensor>> {
-        let (k, v) = (check(layer, Side::Key, keys)?, check(layer, Side::Value, values)?);
+        self.compress_layer_from(layer, keys, values, before, [None, None])
+    }
+
+    /// As [`Compressor::compress_layer_after`]; rows of a side with a frame were packed with that frame before.
+    pub(crate) fn compress_layer_from(
+        &self,
+        layer: usize,
+        keys: &Tensor,
+        values: &Tensor,
+        before: Option<&CompressedLayer<E::Tensor>>,
+        [key_frame, value_frame]: [Option<Frame<Tensor>>; 2],
+    ) -> Result<CompressedLayer<E::Tensor>> {
+        let (k, v) = (check_rows(layer, Side::Key, keys)?, check_rows(layer, Side::Value, values)?);
         if k[..3] != v[..3] {
             return Err(
                 values.wrong_shape("values", format!("[{}, {}, {}, D] as the keys", k[0], k[1], k[2]))
             );
         }
         Ok(CompressedLayer {
-            key: self.compress_side(layer, Side::Key, keys, k, before.map(|l| &l.key))?,
-            value: self.compress_side(layer, Side::Value, values, v, before.map(|l| &l.value))?,
+            key: self.compress_side(layer, Side::Key, keys, k, before.map(|l| &l.key), key_frame)?,
+            value: self.compress_side(
+                layer,
+                Side::Value,
+                values,
+                v,
+                before.map(|l| &l.value),
+                value_frame,
+            )?,
         })
     }
 
@@ -235,6 +258,7 @@ impl<E: Engine> Compressor<E> {
         x: &Tensor,
         shape: [usize; 4],
         before: Option<&CompressedSide<E::Tensor>>,
+        frame: Option<Frame<Tensor>>,
     ) -> Result<CompressedSide<E::Tensor>> {
         let dtype = x.float().ok_or_else(|| x.wrong_dtype("tensor", "F32, F16 or BF16"))?;
         let codec = self.codec(side, layer, shape[3])?;
@@ -255,21 +279,20 @@ impl<E: Engine> Compressor<E> {
                     Some(before) => self.kept(before, &codec, x, sinks, packed)?,
                     None => None,
                 };
-                let start = sinks + kept.as_ref().map_or(0, |codes| codes.shape()[2]);
-                let rows = self.engine.put(&x.slice(2, start, sinks + packed)?)?;
-                let centred = self.recipe.centred && side == Side::Key;
-                Some(match kept {
-                    Some(codes) if start == sinks + packed => codes,
-                    Some(codes) => {
-                        let new = self.engine.encode(&codec, codes.frame().clone(), &rows)?;
-                        Codes::concat(&[codes, new])?
-                    }
-                    None => {
+                let rows = x.slice(2, sinks, sinks + packed)?;
+                let codes = match (kept, frame) {
+                    (Some(kept), _) => self.append(&codec, kept, &rows)?,
+                    (None, Some(frame)) => self.encode_again(&codec, &frame, &rows)?,
+                    (None, None) => {
+                        let rows = self.engine.put(&rows)?;
                         let first = rows.slice(2, 0, packed.min(BLOCK))?;
+                        let centred = self.recipe.centred && side == Side::Key;
                         let frame = self.engine.frame(&codec, centred, &first, None)?;
                         self.engine.encode(&codec, frame, &rows)?
                     }
-                })
+                };
+                packable::check(&self.engine, &codes, &rows, sinks, &format!("layer {layer} {side}s"))?;
+                Some(codes)
             }
             _ => None,
         };
@@ -280,29 +303,6 @@ impl<E: Engine> Compressor<E> {
             shape,
             dtype,
         })
-    }
-
-    /// The codes of `before`, if they are of this codec and unpack to the tokens of `x` behind the sinks.
-    fn kept(
-        &self,
-        before: &CompressedSide<E::Tensor>,
-        codec: &Codec,
-        x: &Tensor,
-        sinks: usize,
-        packed: usize,
-    ) -> Result<Option<Codes<E::Tensor>>> {
-        let Some(codes) = &before.body else { return Ok(None) };
-        let (old, new) = (before.shape, x.shape());
-        let [old_sinks, len, _] = before.split();
-        let alike =
-            [old[0], old[1], old[3]] == [new[0], new[1], new[3]] && old_sinks == sinks && len <= packed;
-        // A frame is made from a whole block, or it would not be the one that a longer cache has.
-        if !alike || len < BLOCK || !codes.codec().same(codec) || x.float() != Some(before.dtype) {
-            return Ok(None);
-        }
-        let dense = self.engine.get(&self.engine.decode(codes, before.dtype)?)?;
-        let same = dense.row_major_bytes() == x.slice(2, sinks, sinks + len)?.row_major_bytes();
-        Ok(same.then(|| codes.clone()))
     }
 
     /// Unpacks one side to its first shape and dtype.
@@ -353,14 +353,22 @@ fn unit_coordinates(codes: &Codes<Tensor>) -> Result<Vec<f32>> {
     Ok(out)
 }
 
-fn check(layer: usize, side: Side, x: &Tensor) -> Result<[usize; 4]> {
+/// The shape of keys or values [B, H, T, D] of finite numbers.
+///
+/// # Errors
+/// As [`Compressor::compress_layer`].
+pub(crate) fn check_rows(layer: usize, side: Side, x: &Tensor) -> Result<[usize; 4]> {
     let what = if side == Side::Key { "keys" } else { "values" };
     if x.float().is_none() {
         return Err(x.wrong_dtype(what, "F32, F16 or BF16"));
     }
     let shape: [usize; 4] = x.shape().try_into().map_err(|_| x.wrong_shape(what, "[B, H, T, D]"))?;
     match x.first_non_finite() {
-        Some((index, value)) => Err(Error::NonFinite { what: format!("layer {layer} {what}"), index, value }),
+        Some((index, value)) => {
+            let [_, h, t, d] = shape;
+            let place = packable::place([index / (h * t * d), index / (t * d) % h, index / d % t], shape[0]);
+            Err(Error::NonFinite { what: format!("layer {layer} {what}, {place}"), index, value })
+        }
         None => Ok(shape),
     }
 }

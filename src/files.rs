@@ -1,11 +1,17 @@
 //! Files written whole or not at all: a temporary sibling, flushed to the disk, renamed.
+//!
+//! A symbolic link is followed: the file that it leads to is replaced, beside which the temporary one is made, and the link stays.
+//! What is no regular file (a device, a FIFO, standard output) cannot be replaced and is written to as it is.
 
 use crate::error::{Error, Result};
-use std::io::Write;
-use std::path::Path;
+use std::fs::{self, File};
+use std::io::{self, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 /// How the name of a temporary sibling begins. Its writer holds a lock on it, so one without a lock was left by a dead process.
 pub(crate) const UNFINISHED: &str = ".turbomoq-";
+/// Links that lead to links are followed so far, as systems do.
+const LINKS: usize = 40;
 
 /// Replaces `path` by the joined parts in one step and gives the bytes written. On an error `path` is as it was.
 ///
@@ -16,12 +22,33 @@ pub fn replace(path: &Path, parts: &[&[u8]]) -> Result<u64> {
     Ok(parts.iter().map(|part| part.len() as u64).sum())
 }
 
-/// As [`replace`], with the contents written by a function.
+/// As [`replace`], with the contents written by a function. A file that is replaced hands its permissions on.
 ///
 /// # Errors
 /// [`Error::Io`] names the file.
-pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> std::io::Result<()>) -> Result<()> {
+pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
+    let found = fs::metadata(path).ok();
+    let target = followed(path).map_err(io)?;
+    // A link of /proc to an open file that has no name any more leads to something, but nowhere.
+    let special = |found: &fs::Metadata| !found.is_file() && !found.is_dir() || !target.exists();
+    if found.as_ref().is_some_and(special) {
+        return write_through(path, fill).map_err(io);
+    }
+    replace_file(&target, found.map(|found| found.permissions()), fill).map_err(io)
+}
+
+/// Writes to a device or a FIFO; what is written stays written if it fails half-way.
+fn write_through(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> io::Result<()> {
+    let mut out = BufWriter::with_capacity(1 << 20, File::options().write(true).open(path)?);
+    fill(&mut out).and_then(|()| out.flush())
+}
+
+fn replace_file(
+    path: &Path,
+    permissions: Option<fs::Permissions>,
+    fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> io::Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let mut builder = tempfile::Builder::new();
     builder.prefix(UNFINISHED);
@@ -29,17 +56,43 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> std::io::R
     let mode = std::os::unix::fs::PermissionsExt::from_mode(0o666); // less the umask, as for any new file
     #[cfg(unix)]
     builder.permissions(mode);
-    let temporary = builder.tempfile_in(parent).map_err(io)?;
+    let temporary = builder.tempfile_in(parent)?;
     // A file system without locks is no reason not to write.
     let _ = temporary.as_file().try_lock();
-    let mut out = std::io::BufWriter::with_capacity(1 << 20, temporary.as_file());
-    fill(&mut out).and_then(|()| out.flush()).map_err(io)?;
+    let mut out = BufWriter::with_capacity(1 << 20, temporary.as_file());
+    fill(&mut out).and_then(|()| out.flush())?;
     drop(out);
-    temporary.as_file().sync_all().map_err(io)?;
-    temporary.persist(path).map_err(|e| io(e.error))?;
-    #[cfg(unix)] // the rename is on the disk when the directory is
-    std::fs::File::open(parent).and_then(|dir| dir.sync_all()).map_err(io)?;
+    if let Some(permissions) = permissions {
+        temporary.as_file().set_permissions(permissions)?;
+    }
+    flush(temporary.as_file())?;
+    temporary.persist(path).map_err(|e| e.error)?;
+    // The rename is on the disk when the directory is. The file is replaced by now, so a directory that cannot be flushed (some
+    // file systems refuse) is no failure.
+    #[cfg(unix)]
+    drop(File::open(parent).and_then(|directory| flush(&directory)));
     Ok(())
+}
+
+/// Brings a file to the disk. Network volumes of macOS refuse F_FULLFSYNC, which is what the standard library asks for there.
+fn flush(file: &File) -> io::Result<()> {
+    let flushed = file.sync_all();
+    #[cfg(target_os = "macos")]
+    let flushed = flushed.or_else(|_| Ok(nix::unistd::fsync(file)?));
+    flushed
+}
+
+/// The file that a path leads to, which need not be there.
+fn followed(path: &Path) -> io::Result<PathBuf> {
+    let mut at = path.to_path_buf();
+    for _ in 0..LINKS {
+        match fs::read_link(&at) {
+            Ok(link) => at = at.parent().unwrap_or(Path::new("")).join(link),
+            // No link, or nothing at all.
+            Err(_) => return Ok(at),
+        }
+    }
+    Err(io::Error::other(format!("more than {LINKS} symbolic links")))
 }
 
 /// Refuses an output that is the input itself.

@@ -6,7 +6,9 @@
 
 pub mod affine;
 mod container;
+mod image;
 mod layer;
+mod offsets;
 mod read;
 mod ring;
 mod source;
@@ -17,7 +19,9 @@ mod write;
 pub use affine::Packed;
 pub(crate) use container::Container;
 pub use container::RawTensor;
+pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
+pub use offsets::usual_offset;
 pub use ring::Ring;
 
 use crate::error::{Error, Result};
@@ -56,6 +60,10 @@ impl std::str::FromStr for Layout {
         })
     }
 }
+
+/// Key among the user's metadata under which a restored cache says how it was packed, see `Archive::sign`. It has no dot, which would
+/// make a tree of it in mlx-lm.
+pub(crate) const ORIGIN_KEY: &str = "turbomoq_origin";
 
 /// Counters of a layer, by name.
 type Fields = BTreeMap<&'static str, usize>;
@@ -122,6 +130,16 @@ impl PromptCache {
     /// [`Error::Io`]; [`Error::Format`] if the file is damaged, inconsistent or of no known layout;
     /// [`Error::UnknownClass`] and [`Error::BatchCache`] for layers that cannot be interpreted.
     pub fn read(path: impl AsRef<Path>) -> Result<PromptCache> {
+        let mut cache = PromptCache::read_signed(path)?;
+        cache.metadata.remove(ORIGIN_KEY);
+        Ok(cache)
+    }
+
+    /// As [`PromptCache::read`], and the metadata keeps what a restored cache says of its origin, for `Archive::compress`.
+    ///
+    /// # Errors
+    /// As [`PromptCache::read`].
+    pub fn read_signed(path: impl AsRef<Path>) -> Result<PromptCache> {
         let file = Container::open(path.as_ref())?;
         let source = Source::new(&file)?;
         let layers = source.layers().collect::<Result<_>>()?;

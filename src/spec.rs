@@ -3,6 +3,7 @@
 //! Equal specs give equal tables, bit for bit. The text form is a list of terms joined by `:`, for example
 //! `d128:b4:hadamard:lloyd:matched:f16:seed42`; [`CodecSpec`] reads back what it writes.
 
+mod cost;
 mod text;
 
 use crate::error::{Error, Result};
@@ -205,6 +206,10 @@ impl CodecSpec {
             let reason = format!("projections: a multiple of 32 up to {}; rounds: 1 to 8", 4 * d);
             return no("residual", self.residual.to_string(), reason);
         }
+        if self.residual != Residual::None && self.nominal_bits() > 16.0 {
+            let reason = format!("{} bits a channel, half precision has 16", self.nominal_bits());
+            return no("residual", self.residual.to_string(), reason);
+        }
         match self.grid {
             Grid::Affine { group } | Grid::ChannelAffine { group } => {
                 let per_token = matches!(self.grid, Grid::Affine { .. });
@@ -234,7 +239,7 @@ impl CodecSpec {
             }
             _ => {}
         }
-        Ok(())
+        self.affordable()
     }
 }
 
@@ -290,6 +295,11 @@ mod tests {
             ("b7+64x2", "outliers"),
             ("b3+64x2:trellis8", "grid"),
             ("qjl31x1", "residual"),
+            ("b1:identity:uniform:qjl512x8", "residual"),
+            ("d8192:b1:hadamard:qjl32768x8", "residual"),
+            ("d8192:b1:hadamard:qjl32768x1", "codec"),
+            ("d8192:dense", "codec"),
+            ("d8192:b2+4096:dense", "codec"),
             ("d80:affine32", "group"),
             ("d96:affine64", "group"),
         ] {

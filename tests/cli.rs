@@ -60,6 +60,61 @@ impl Place {
 }
 
 #[test]
+fn a_damaged_file_is_refused_and_what_it_holds_comes_back_without_verification() {
+    let place = Place::new();
+    place.good("compress in.safetensors -o a.tmq");
+    let mut bytes = std::fs::read(place.path("a.tmq")).unwrap();
+    // The last bytes are codes or scales of some layer.
+    let at = bytes.len() - 5000;
+    bytes[at] ^= 4;
+    std::fs::write(place.path("b.tmq"), bytes).unwrap();
+    for command in ["restore b.tmq -o x", "inspect b.tmq"] {
+        place.bad(command, 1, &["b.tmq", "is damaged", "checksum"]);
+    }
+    place.good("restore b.tmq --no-verify -o x");
+    place.good("inspect b.tmq --no-verify");
+}
+
+#[test]
+fn a_restored_file_is_packed_with_the_frames_it_came_from() {
+    let place = Place::new();
+    let options = "--recipe best@4,sinks=0,window=0";
+    place.good(&format!("compress in.safetensors -o 0.tmq {options}"));
+    for i in 0..2 {
+        place.good(&format!("restore {i}.tmq -o {i}.safetensors"));
+        place.good(&format!("compress {i}.safetensors -o {}.tmq {options}", i + 1));
+    }
+    let centre = |name: &str| {
+        let archive = turbomoq::archive::Archive::read(place.path(name)).unwrap();
+        let (_, _, layer) = archive.packed()[7];
+        layer.key.body.as_ref().unwrap().frame().centre.clone().unwrap()
+    };
+    assert_eq!(centre("2.tmq"), centre("0.tmq"));
+    // With the first file at hand the codes stay as they are, by any recipe.
+    let prod = "--recipe turboquant-prod@3,sinks=0,window=0";
+    place.good(&format!("compress in.safetensors -o a.tmq {prod}"));
+    place.good("restore a.tmq -o b.safetensors");
+    place.good(&format!("compress b.safetensors -o b.tmq {prod} --after a.tmq"));
+    assert!(std::fs::read(place.path("a.tmq")).unwrap() == std::fs::read(place.path("b.tmq")).unwrap());
+}
+
+#[test]
+fn layers_at_different_tokens_are_shown_and_packed_only_if_that_is_meant() {
+    let place = Place::new();
+    let mut cache = PromptCache::read(place.path("in.safetensors")).unwrap();
+    let turbomoq::prompt_cache::Layer::Kv { kv: Some(kv), .. } = &mut cache.layers[1] else { panic!() };
+    (kv.keys, kv.values) = (kv.keys.slice(2, 0, 249).unwrap(), kv.values.slice(2, 0, 249).unwrap());
+    cache.write(place.path("odd.safetensors"), cache.layout).unwrap();
+    place.bad("compress odd.safetensors -o x.tmq", 1, &["249 in layer 1 (KVCache)", "250", "--uneven"]);
+    let text = place.good("inspect odd.safetensors");
+    assert!(text.contains("249 (!)") && text.matches("(!)").count() == 2, "{text}");
+    place.good("compress odd.safetensors -o x.tmq --uneven");
+    let packed = place.json("inspect x.tmq");
+    let odd = |i: usize| (packed["layers"][i]["offset"].as_u64(), packed["layers"][i]["odd"].as_bool());
+    assert_eq!([odd(0), odd(1)], [(Some(250), Some(false)), (Some(249), Some(true))]);
+}
+
+#[test]
 fn compress_inspect_and_restore() {
     let place = Place::new();
     let text = place.good("compress in.safetensors");

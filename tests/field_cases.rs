@@ -547,7 +547,7 @@ fn nan_and_infinity_are_refused_by_name() {
             for (k, v, name) in [(&y, &x, "layer 1 keys"), (&x, &y, "layer 1 values")] {
                 match compressor.compress([(&x, &x), (k, v)]) {
                     Err(Error::NonFinite { what, index: 100, value }) => {
-                        assert_eq!(what, name);
+                        assert!(what.starts_with(name) && what.contains(", head 0, token "), "{what}");
                         assert!(value == bad || (value.is_nan() && bad.is_nan()));
                     }
                     other => panic!("{name}: {other:?}"),

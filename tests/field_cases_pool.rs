@@ -319,3 +319,23 @@ fn through_c(recipe: &str, parts: [&Tensor; 3], scale: f32) -> Vec<f32> {
     assert!(out.drain(len..).all(|x| x == 7.0), "written past the end");
     out
 }
+
+#[test]
+fn a_spill_file_that_was_renamed_is_found_by_its_label() {
+    let folder = tempfile::tempdir().unwrap();
+    let open =
+        || MemoryPool::with_spill(1 << 20, Box::new(SpillFolder::open(folder.path()).unwrap())).unwrap();
+    let kv = |stream| half(&[1, 2, 300, 64], stream);
+    let cache = pack(&prompt(&[(kv(1), kv(2))]), "turboquant-mse@4");
+    let pool = open();
+    pool.park("a", "chat", 2.0, cache.clone()).unwrap();
+    pool.spill("a").unwrap();
+    drop(pool);
+    let file = files(folder.path(), ".tmq").remove(0);
+    std::fs::rename(&file, folder.path().join("backup.tmq")).unwrap();
+    let pool = open();
+    assert_eq!((pool.stats().on_disk, pool.agents()[0].id.as_str()), (1, "a"));
+    assert_eq!(rows(&unpack(&pool.get("a").unwrap())), rows(&unpack(&cache)));
+    pool.remove("a").unwrap();
+    assert!(files(folder.path(), ".tmq").is_empty());
+}

@@ -3,6 +3,7 @@
 use proptest::prelude::*;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use turbomoq::compressor::{CompressedCache, Compressor};
 use turbomoq::pool::{Label, MemoryPool, Pooled, Spill};
@@ -37,11 +38,33 @@ fn bytes_of(cache: &Cache) -> Vec<u8> {
     out
 }
 
-/// A disk in memory that can be full.
+/// A disk in memory that can be full, and slow: a write that began with a gate set tells it so, and ends when the gate opens.
 #[derive(Clone, Default)]
 struct Disk {
     files: Arc<Mutex<BTreeMap<(String, u64), (Label, Cache)>>>,
     full: Arc<AtomicUsize>,
+    gate: Arc<Mutex<Option<(Sender<Label>, Receiver<()>)>>>,
+}
+
+/// The other side of a gate of [`Disk`].
+struct Gate {
+    began: Receiver<Label>,
+    open: Sender<()>,
+}
+
+impl Disk {
+    /// Holds the next write up.
+    fn slow(&self) -> Gate {
+        let ((began_in, began), (open, opened)) = (channel(), channel());
+        *self.gate.lock().unwrap() = Some((began_in, opened));
+        Gate { began, open }
+    }
+
+    /// What a crash at this moment leaves.
+    fn after_crash(&self) -> MemoryPool<Cache> {
+        let files = Arc::new(Mutex::new(self.files.lock().unwrap().clone()));
+        MemoryPool::with_spill(usize::MAX, Box::new(Disk { files, ..Disk::default() })).unwrap()
+    }
 }
 
 impl Spill<Cache> for Disk {
@@ -49,6 +72,11 @@ impl Spill<Cache> for Disk {
         if self.full.load(Ordering::SeqCst) > 0 {
             let source = std::io::Error::from(std::io::ErrorKind::StorageFull);
             return Err(Error::Io { path: "disk".into(), source });
+        }
+        let gate = self.gate.lock().unwrap().take();
+        if let Some((began, opened)) = gate {
+            began.send(label.clone()).unwrap();
+            opened.recv().unwrap();
         }
         let key = (label.id.clone(), label.version);
         let old = self.files.lock().unwrap().insert(key, (label.clone(), cache.clone()));
@@ -65,8 +93,11 @@ impl Spill<Cache> for Disk {
         Ok(())
     }
     fn list(&self) -> Result<Vec<(Label, u64)>> {
+        // In the order of versions, so that the newest of an agent stays.
         let files = self.files.lock().unwrap();
-        Ok(files.values().map(|(label, cache)| (label.clone(), cache.nbytes() as u64)).collect())
+        let newest: BTreeMap<&String, &(Label, Cache)> =
+            files.iter().map(|((id, _), file)| (id, file)).collect();
+        Ok(newest.values().map(|(label, cache)| (label.clone(), cache.nbytes() as u64)).collect())
     }
 }
 
@@ -147,6 +178,9 @@ impl Model {
 enum Call {
     Allocate(u8, u8),
     Store(u8, Vec<u8>),
+    Park(u8, u8, Vec<u8>),
+    Branch(u8, u8),
+    Peek(u8),
     Get(u8),
     Pin(u8, bool),
     Remove(u8),
@@ -161,6 +195,10 @@ fn call() -> impl Strategy<Value = Call> {
         2 => (id.clone(), 0u8..3).prop_map(|(i, p)| Call::Allocate(i, p)),
         5 => (id.clone(), prop::collection::btree_set(0u8..9, 1..5))
             .prop_map(|(i, b)| Call::Store(i, b.into_iter().collect())),
+        3 => (id.clone(), 0u8..3, prop::collection::btree_set(0u8..9, 1..7))
+            .prop_map(|(i, p, b)| Call::Park(i, p, b.into_iter().collect())),
+        2 => (id.clone(), id.clone()).prop_map(|(a, b)| Call::Branch(a, b)),
+        1 => id.clone().prop_map(Call::Peek),
         4 => id.clone().prop_map(Call::Get),
         1 => (id.clone(), any::<bool>()).prop_map(|(i, p)| Call::Pin(i, p)),
         1 => id.clone().prop_map(Call::Remove),
@@ -182,7 +220,7 @@ fn run(calls: &[Call], spills: bool) {
     let mut model = Model::default();
     let name = |id: &u8| format!("agent {id}");
     for call in calls {
-        model.clock += 1;
+        model.clock += 2;
         let (before, now) = (model.clone(), model.clock);
         let store = |model: &Model, id: u8, blocks: &[u8]| -> Option<Model> {
             let mut next = model.clone();
@@ -200,6 +238,22 @@ fn run(calls: &[Call], spills: bool) {
             }
             Call::Store(id, blocks) => {
                 (pool.store(&name(id), cache(blocks)).is_ok(), store(&model, *id, blocks))
+            }
+            Call::Park(id, p, blocks) => {
+                let ok = pool.park(&name(id), "kind", f32::from(*p), cache(blocks)).is_ok();
+                let mut next = model.clone();
+                next.agents.entry(*id).or_default().priority = *p;
+                (ok, store(&next, *id, blocks))
+            }
+            Call::Peek(id) => {
+                let held = model.agents.get(id).and_then(|a| a.memory.as_ref().or(a.disk.as_ref()));
+                let before = (pool.stats(), pool.agents());
+                assert_eq!(
+                    pool.peek(&name(id)).and_then(|p| p.join()).ok().map(|c| bytes_of(&c)),
+                    held.map(|b| bytes_of(&cache(b)))
+                );
+                assert_eq!(before, (pool.stats(), pool.agents()));
+                (true, Some(model.clone()))
             }
             Call::Get(id) => {
                 let got = pool.get(&name(id)).ok().map(|c| bytes_of(&c));
@@ -230,11 +284,15 @@ fn run(calls: &[Call], spills: bool) {
                 let mut next = model.clone();
                 (pool.remove(&name(id)).is_ok(), next.agents.remove(id).map(|_| next))
             }
-            Call::Fork(from, to) => {
-                let ok = pool.fork(&name(from), &name(to)).is_ok();
+            Call::Fork(from, to) | Call::Branch(from, to) => {
+                let branch = matches!(call, Call::Branch(..));
+                let ok = match branch {
+                    true => pool.fork_or_allocate(&name(from), &name(to)).is_ok(),
+                    false => pool.fork(&name(from), &name(to)).is_ok(),
+                };
                 let mut next = model.clone();
                 let held = next.agents.get_mut(from).and_then(|a| {
-                    a.last = now;
+                    a.last = now - 1;
                     a.memory.clone().or(a.disk.clone())
                 });
                 if held.is_some()
@@ -249,6 +307,9 @@ fn run(calls: &[Call], spills: bool) {
                     }
                 }
                 model = next.clone(); // reading counts even if the fork has no room
+                if let Some(priority) = next.agents.get(from).map(|a| a.priority).filter(|_| branch) {
+                    next.agents.entry(*to).or_insert(ModelAgent { priority, ..ModelAgent::default() });
+                }
                 (ok, held.and_then(|blocks| store(&next, *to, &blocks)))
             }
             Call::Budget(units) => {
@@ -276,8 +337,8 @@ fn run(calls: &[Call], spills: bool) {
             let id: u8 = agent.id.trim_start_matches("agent ").parse().unwrap();
             let want = &model.agents[&id];
             assert_eq!(
-                (agent.bytes.is_some(), agent.pinned),
-                (want.memory.is_some(), want.pinned),
+                (agent.bytes.is_some(), agent.pinned, agent.priority),
+                (want.memory.is_some(), want.pinned, f32::from(want.priority)),
                 "{call:?}: {id}"
             );
             assert_eq!(agent.disk_bytes.is_some(), want.disk.is_some(), "{call:?}: {id}");
@@ -517,4 +578,185 @@ fn threads_under_contention() {
     }
     assert!(pool.stats().stores > 300 && pool.stats().loads > 10, "{:?}", pool.stats());
     assert_eq!((pool.stats().used, disk.files.lock().unwrap().len()), (0, 0));
+}
+
+/// Runs a call while the write of a gate is held up, and gives what the disk would give back had the machine stopped at its answer.
+/// A call that waits for the write gets its end after a while; one that does not has answered long before.
+fn answered_beside<R: Send>(
+    disk: &Disk,
+    gate: &Gate,
+    id: &str,
+    call: impl FnOnce() -> R + Send,
+) -> (R, Result<Cache>) {
+    std::thread::scope(|scope| {
+        let (done, answered) = channel();
+        let thread = scope.spawn(move || {
+            let result = call();
+            // What was held up when the answer came may reach the disk at any time.
+            done.send(()).unwrap();
+            result
+        });
+        let early = answered.recv_timeout(std::time::Duration::from_millis(100)).is_ok();
+        gate.open.send(()).unwrap();
+        if early {
+            // Only now does the file that was held up come into being, as a crash may find it.
+            while !disk.files.lock().unwrap().keys().any(|(file, _)| file == id) {
+                std::thread::yield_now();
+            }
+        } else {
+            answered.recv().unwrap();
+        }
+        let left = disk.after_crash().get(id);
+        (thread.join().unwrap(), left)
+    })
+}
+
+#[test]
+fn a_crash_after_a_store_gives_back_no_older_cache_that_was_on_its_way_to_the_disk() {
+    let disk = Disk::default();
+    let pool = MemoryPool::with_spill(usize::MAX, Box::new(disk.clone())).unwrap();
+    pool.park("x", "", 1.0, cache(&[1])).unwrap();
+    let gate = disk.slow();
+    std::thread::scope(|scope| {
+        let spilled = scope.spawn(|| pool.spill("x"));
+        let first = gate.began.recv().unwrap();
+        let (stored, left) = answered_beside(&disk, &gate, "x", || pool.store("x", cache(&[2])));
+        stored.unwrap();
+        assert_eq!(bytes_of(&left.unwrap()), bytes_of(&cache(&[2])));
+        // Who spills is answered when a cache is on the disk, the newest one.
+        spilled.join().unwrap().unwrap();
+        let files = disk.files.lock().unwrap();
+        assert!(files.len() == 1 && !files.contains_key(&("x".into(), first.version)));
+    });
+    assert_eq!((pool.stats().on_disk, pool.stats().used), (1, 0));
+    assert_eq!(bytes_of(&pool.get("x").unwrap()), bytes_of(&cache(&[2])));
+}
+
+#[test]
+fn a_crash_after_a_drop_gives_back_no_cache_that_was_on_its_way_to_the_disk() {
+    let disk = Disk::default();
+    let pool = MemoryPool::with_spill(usize::MAX, Box::new(disk.clone())).unwrap();
+    pool.park("x", "", 1.0, cache(&[1])).unwrap();
+    let gate = disk.slow();
+    std::thread::scope(|scope| {
+        let spilled = scope.spawn(|| pool.spill("x"));
+        gate.began.recv().unwrap();
+        let (dropped, left) = answered_beside(&disk, &gate, "x", || pool.remove("x"));
+        dropped.unwrap();
+        assert!(matches!(left, Err(Error::NotHeld { .. })), "{left:?}");
+        assert!(matches!(spilled.join().unwrap(), Err(Error::NotHeld { .. })));
+    });
+    assert_eq!((pool.stats().agents, disk.files.lock().unwrap().len()), (0, 0));
+}
+
+#[test]
+fn a_cache_evicted_to_the_disk_while_it_is_dropped_or_parked_anew_leaves_no_file() {
+    let disk = Disk::default();
+    let budget = Sizes::new().used([&[1][..]]);
+    let pool = MemoryPool::with_spill(budget, Box::new(disk.clone())).unwrap();
+    pool.park("x", "", 1.0, cache(&[1])).unwrap();
+    let gate = disk.slow();
+    std::thread::scope(|scope| {
+        // Makes room by a write of x.
+        let other = scope.spawn(|| pool.park("y", "", 2.0, cache(&[2])));
+        assert_eq!(gate.began.recv().unwrap().id, "x");
+        let (dropped, left) = answered_beside(&disk, &gate, "x", || pool.remove("x"));
+        dropped.unwrap();
+        assert!(left.is_err());
+        assert!(other.join().unwrap().unwrap().spilled.is_empty());
+    });
+    // An id that comes again is another agent, and nothing of the first one is there.
+    pool.remove("y").unwrap();
+    pool.park("x", "", 1.0, cache(&[3])).unwrap();
+    assert!(disk.files.lock().unwrap().is_empty());
+}
+
+#[test]
+fn a_refused_park_of_a_new_id_leaves_what_another_client_parked_under_it() {
+    let disk = Disk::default();
+    let sizes = Sizes::new();
+    let budget = sizes.used([&[1][..], &[2]]) + sizes.own;
+    let pool = MemoryPool::with_spill(budget, Box::new(disk.clone())).unwrap();
+    pool.park("victim", "", 0.0, cache(&[1])).unwrap();
+    pool.park("pinned", "", 0.0, cache(&[2])).unwrap();
+    let gate = disk.slow();
+    std::thread::scope(|scope| {
+        // Room for one more block, if `victim` leaves.
+        let late = scope.spawn(|| pool.park("n", "late", 9.0, cache(&[3])));
+        assert_eq!(gate.began.recv().unwrap().id, "victim");
+        // Meanwhile others take the room.
+        pool.park("pinned", "", 0.0, cache(&[])).unwrap();
+        pool.park("n", "early", 1.0, cache(&[4])).unwrap();
+        for id in ["pinned", "n"] {
+            pool.pin(id).unwrap();
+        }
+        pool.set_quota("late", 0);
+        gate.open.send(()).unwrap();
+        assert!(matches!(late.join().unwrap(), Err(Error::OverBudget { .. })));
+    });
+    let agent = pool.agents().into_iter().find(|a| a.id == "n").unwrap();
+    assert_eq!((agent.kind.as_str(), agent.priority, agent.pinned), ("early", 1.0, true));
+    assert_eq!(bytes_of(&pool.get("n").unwrap()), bytes_of(&cache(&[4])));
+}
+
+#[test]
+fn a_refused_park_or_fork_changes_neither_type_nor_priority_and_makes_no_agent() {
+    for disk in [None, Some(Disk::default())] {
+        let budget = Sizes::new().used([&[1, 2][..]]);
+        let pool = match &disk {
+            Some(disk) => MemoryPool::with_spill(budget, Box::new(disk.clone())).unwrap(),
+            None => MemoryPool::new(budget),
+        };
+        pool.park("known", "chat", 1.0, cache(&[1, 2])).unwrap();
+        pool.pin("known").unwrap();
+        if disk.is_some() {
+            pool.save_all().unwrap();
+        }
+        let before = (pool.stats(), pool.agents());
+        for (id, kind, priority) in [("known", "coding", 5.0), ("new", "coding", 5.0)] {
+            let refused = pool.park(id, kind, priority, cache(&[1, 2, 3])).unwrap_err();
+            assert!(matches!(&refused, Error::OverBudget { id: named, .. } if named == id), "{refused}");
+            let refused = pool.park(id, kind, f32::INFINITY, cache(&[1])).unwrap_err();
+            assert!(matches!(refused, Error::Unsupported { field: "priority", .. }), "{refused}");
+        }
+        assert_eq!(before, (pool.stats(), pool.agents()));
+        assert!(matches!(pool.fork_or_allocate("nobody", "fork"), Err(Error::NotHeld { .. })));
+        assert!(matches!(pool.fork_or_allocate("known", "fork"), Err(Error::OverBudget { .. })));
+        pool.allocate("empty", "", 0.0).unwrap();
+        assert!(matches!(pool.fork_or_allocate("empty", "fork"), Err(Error::NotHeld { .. })));
+        pool.remove("empty").unwrap();
+        assert_eq!(before.1.len(), pool.agents().len(), "no agent by a refused fork");
+        assert_eq!(disk.map(|d| d.files.lock().unwrap().len()), before.1[0].disk_bytes.map(|_| 1));
+        pool.set_budget(usize::MAX).unwrap();
+        pool.fork_or_allocate("known", "fork").unwrap();
+        let agent = pool.agents().into_iter().find(|a| a.id == "fork").unwrap();
+        assert_eq!((agent.kind.as_str(), agent.priority, agent.pinned), ("chat", 1.0, false));
+    }
+}
+
+#[test]
+fn agents_that_lost_their_caches_keep_no_slot_for_ever() {
+    let pool = MemoryPool::new(Sizes::new().used([&[1][..]]));
+    let one = cache(&[1]);
+    // Forks of one cache are cheap, but every one has bytes of its own and makes the one before leave.
+    for i in 0..3000 {
+        pool.park(&format!("{i}"), "", 1.0, one.clone()).unwrap();
+    }
+    let agents = pool.agents().len();
+    assert!((100..=1100).contains(&agents), "{agents} agents of which one has a cache");
+    let reason = |id: &str| match pool.get(id) {
+        Err(Error::NotHeld { reason, .. }) => reason,
+        other => panic!("{other:?}"),
+    };
+    assert_eq!((reason("2998"), reason("0")), ("its cache was evicted", "not allocated"));
+    assert!(pool.get("2999").is_ok());
+}
+
+#[test]
+fn a_cache_without_heads_is_one_block_however_many_tokens_it_claims() {
+    let none = Tensor::new(&[1, 0, 1 << 40, DIM], Vec::<f32>::new()).unwrap();
+    let cache = Compressor::new("uniform@8".parse().unwrap()).compress([(&none, &none)]).unwrap();
+    let pool = MemoryPool::new(usize::MAX);
+    assert!(pool.park("a", "", 1.0, cache).unwrap().bytes < 10_000);
+    assert_eq!(pool.get("a").unwrap().layers[0].key.shape, [1, 0, 1 << 40, DIM]);
 }

@@ -364,3 +364,23 @@ proptest! {
         }
     }
 }
+
+#[cfg(unix)]
+#[test]
+fn neither_a_sparse_file_nor_a_fifo_in_the_place_of_a_file_costs_memory_or_time() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("cache.safetensors");
+    let header: u64 = (4 << 30) - 8;
+    std::fs::write(&path, header.to_le_bytes()).unwrap();
+    std::fs::File::options().write(true).open(&path).unwrap().set_len(4 << 30).unwrap();
+    match PromptCache::read(&path) {
+        Err(Error::Format { detail, .. }) => assert!(detail.contains("header length"), "{detail}"),
+        other => panic!("{other:?}"),
+    }
+    std::fs::remove_file(&path).unwrap();
+    assert!(std::process::Command::new("mkfifo").arg(&path).status().unwrap().success());
+    match PromptCache::read(&path) {
+        Err(Error::Io { source, .. }) => assert!(source.to_string().contains("regular"), "{source}"),
+        other => panic!("{other:?}"),
+    }
+}

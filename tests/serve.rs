@@ -57,6 +57,21 @@ fn entries(folder: &Path) -> Vec<String> {
 }
 
 #[test]
+fn layers_at_different_tokens_are_parked_only_if_that_is_meant() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Running::start(folder.path(), "64MiB", RECIPE, false);
+    let mut client = server.client();
+    let mut uneven = cache(1, 100);
+    uneven.layers[1] = cache(1, 99).layers[1].clone();
+    let refused = client.park("a", "", 1.0, &uneven).unwrap_err().to_string();
+    assert!(refused.contains("100") && refused.contains("99"), "{refused}");
+    uneven.write(client.folder().join("x"), Layout::V032).unwrap();
+    let (id, segment, kind) = ("a".into(), "x".into(), String::new());
+    client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None, uneven: true }).unwrap();
+    assert_eq!(client.resume("a").unwrap().layers.len(), 2);
+}
+
+#[test]
 fn caches_come_back_and_keep_their_codes() {
     let folder = tempfile::tempdir().unwrap();
     let server = Running::start(folder.path(), "8MiB", RECIPE, false);
@@ -170,7 +185,8 @@ fn bad_clients_harm_nobody() {
     for (name, bytes) in [("empty", vec![]), ("lies", [&u64::MAX.to_le_bytes()[..], b"{}"].concat())] {
         std::fs::write(client.folder().join(name), bytes).unwrap();
         let (id, segment, kind) = ("a".into(), name.into(), String::new());
-        let refused = client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None });
+        let refused =
+            client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe: None, uneven: false });
         assert!(matches!(&refused, Err(Error::Refused { code, .. }) if code == "format"), "{refused:?}");
     }
     assert!(client.park("a", "", 1.0, &cache(3, 100)).is_ok());
@@ -283,4 +299,47 @@ fn a_hundred_kills_lose_and_leak_nothing() {
     drop(client);
     server.terminate();
     assert!(!data.exists());
+}
+
+#[test]
+fn a_refused_park_or_fork_leaves_agents_as_they_were() {
+    let folder = tempfile::tempdir().unwrap();
+    let server = Running::start(folder.path(), "1MiB", RECIPE, false);
+    let (mut client, mut other) = (server.client(), server.client());
+    client.park("a", "chat", 0.5, &cache(1, 300)).unwrap();
+    client.call(&Request::Pin { id: "a".into() }).unwrap();
+    let agents = |client: &mut Client| match client.call(&Request::Stats).unwrap() {
+        Reply::Stats { agents, .. } => agents,
+        other => panic!("{other:?}"),
+    };
+    let before = agents(&mut client);
+    let huge = cache(2, 20_000);
+    for id in ["a", "new"] {
+        assert!(matches!(client.park(id, "coding", 9.0, &huge), Err(Error::Refused { .. })));
+    }
+    assert!(client.call(&Request::Fork { from: "nobody".into(), to: "fork".into() }).is_err());
+    assert_eq!(agents(&mut client), before);
+    // Two clients with one new id: whatever the order, what was accepted is there.
+    std::thread::scope(|scope| {
+        let refused = scope.spawn(|| other.park("twice", "coding", 9.0, &huge).is_err());
+        client.park("twice", "chat", 0.5, &cache(3, 100)).unwrap();
+        assert!(refused.join().unwrap());
+    });
+    assert_eq!(
+        agents(&mut client).iter().map(|a| (a.id.as_str(), a.kind.as_str())).collect::<Vec<_>>(),
+        [("a", "chat"), ("twice", "chat")]
+    );
+    // What a recipe costs is known before anything is built for it.
+    let park = |recipe: &str, client: &mut Client| {
+        cache(4, 10).write(client.folder().join("p"), Layout::V032).unwrap();
+        let recipe = Some(recipe.to_string());
+        let (id, segment, kind) = ("dear".into(), "p".into(), String::new());
+        match client.call(&Request::Park { id, segment, kind, priority: 1.0, recipe, uneven: false }) {
+            Err(Error::Refused { code, message }) => (code, message),
+            other => panic!("{other:?}"),
+        }
+    };
+    for recipe in ["key=d128:b1:identity:uniform:qjl512x8,value=exact", "key=d8192:dense,value=exact"] {
+        assert_eq!(park(recipe, &mut client).0, "unsupported", "{recipe}");
+    }
 }

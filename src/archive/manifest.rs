@@ -1,18 +1,18 @@
-//! The manifest of a compressed file, and the tensors that it names: laid out for writing, checked when read.
+//! The manifest of a compressed file, read and held to its checksums, and the tensors that it names, laid out for writing.
 
-use super::{Entry, Shell, shell_of};
-use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
-use crate::compressor::{CompressedLayer, CompressedSide};
-use crate::error::{Error, Result};
-use crate::prompt_cache::{Container, KvKind, Layer, RawTensor, affine};
+use super::shell::shell_of;
+use super::{CHECKSUM_KEY, Entry, KEY, Shell, VERSION};
+use crate::compressor::CompressedSide;
+use crate::error::Result;
+use crate::prompt_cache::{Container, KvKind, Layer, Piece, RawTensor};
 use crate::recipe::Recipe;
-use crate::spec::{CodecSpec, Side};
+use crate::spec::CodecSpec;
 use crate::tensor::{Dtype, Tensor};
 use serde::{Deserialize, Serialize};
-use std::cell::Cell;
 use std::collections::BTreeMap;
-use std::sync::Arc;
+
+/// Most layers of a file, those inside lists included, and most arrays of one layer: some times what any model has.
+pub(super) const MOST: usize = 4096;
 
 #[derive(Serialize, Deserialize)]
 pub(super) struct Manifest {
@@ -21,67 +21,167 @@ pub(super) struct Manifest {
     pub(super) layout: String,
     pub(super) metadata: BTreeMap<String, String>,
     pub(super) layers: Vec<LayerManifest>,
+    /// Of every tensor; not in version 1.
+    #[serde(default)]
+    pub(super) checksums: BTreeMap<String, Checksum>,
 }
 
+/// A checksum as 16 hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(into = "String", try_from = "String")]
+pub(super) struct Checksum(pub(super) u64);
+
+impl From<Checksum> for String {
+    fn from(sum: Checksum) -> String {
+        format!("{:016x}", sum.0)
+    }
+}
+
+impl TryFrom<String> for Checksum {
+    type Error = String;
+    fn try_from(text: String) -> Result<Checksum, String> {
+        let sum = u64::from_str_radix(&text, 16).map(Checksum);
+        sum.ok().filter(|sum| String::from(*sum) == text).ok_or_else(|| format!("{text:?} is no checksum"))
+    }
+}
+
+/// Small, so that a manifest of many layers costs little more than its text before they are counted.
 #[derive(Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub(super) enum LayerManifest {
-    Packed { shell: Shell, key: SideManifest, value: SideManifest },
-    Empty { shell: Shell },
-    Arrays { arrays: Vec<Option<usize>>, left_padding: Option<usize>, lengths: Option<usize> },
-    Opaque { class: String, tensors: BTreeMap<String, usize>, meta: BTreeMap<String, String> },
+    Packed(Box<PackedManifest>),
+    Empty { shell: Box<Shell> },
+    Arrays(Box<ArraysManifest>),
+    Opaque(Box<OpaqueManifest>),
     List(Vec<LayerManifest>),
 }
 
 #[derive(Serialize, Deserialize)]
-pub(super) struct SideManifest {
-    shape: [usize; 4],
-    dtype: Dtype,
-    codec: Option<CodecSpec>,
+pub(super) struct PackedManifest {
+    pub(super) shell: Shell,
+    pub(super) key: SideManifest,
+    pub(super) value: SideManifest,
 }
 
-/// Puts the tensors of an entry under their names and gives its manifest.
-pub(super) fn lay_out(entry: &Entry, at: &str, tensors: &mut BTreeMap<String, RawTensor>) -> LayerManifest {
-    let mut count = 0;
-    let mut raw = |t: &RawTensor| {
-        tensors.insert(format!("{at}.raw.{count}"), t.clone());
-        count += 1;
-        count - 1
-    };
-    match entry {
-        Entry::Packed { shell, layer } => LayerManifest::Packed {
-            shell: *shell,
-            key: lay_out_side(&layer.key, &format!("{at}.key"), tensors),
-            value: lay_out_side(&layer.value, &format!("{at}.value"), tensors),
-        },
-        Entry::List(list) => LayerManifest::List(
-            list.iter().enumerate().map(|(i, e)| lay_out(e, &format!("{at}.{i}"), tensors)).collect(),
-        ),
-        Entry::Other(Layer::Arrays { arrays, left_padding, lengths }) => LayerManifest::Arrays {
-            arrays: arrays.iter().map(|a| a.as_ref().map(&mut raw)).collect(),
-            left_padding: left_padding.as_ref().map(&mut raw),
-            lengths: lengths.as_ref().map(&mut raw),
-        },
-        Entry::Other(Layer::Opaque { class, tensors: list, meta }) => LayerManifest::Opaque {
-            class: class.clone(),
-            tensors: list.iter().map(|(name, t)| (name.clone(), raw(t))).collect(),
-            meta: meta.clone(),
-        },
-        Entry::Other(layer) => {
-            // What has tokens became a packed layer.
-            LayerManifest::Empty { shell: shell_of(layer, layer.kind().unwrap_or(KvKind::Plain)) }
+#[derive(Serialize, Deserialize)]
+pub(super) struct ArraysManifest {
+    pub(super) arrays: Vec<Option<usize>>,
+    pub(super) left_padding: Option<usize>,
+    pub(super) lengths: Option<usize>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct OpaqueManifest {
+    pub(super) class: String,
+    pub(super) tensors: BTreeMap<String, usize>,
+    pub(super) meta: BTreeMap<String, String>,
+}
+
+#[derive(Serialize, Deserialize)]
+pub(super) struct SideManifest {
+    pub(super) shape: [usize; 4],
+    pub(super) dtype: Dtype,
+    pub(super) codec: Option<CodecSpec>,
+}
+
+impl Manifest {
+    /// The manifest of a file. Its own checksum and those of its tensors are held to if `verify` says so.
+    pub(super) fn read(file: &mut Container, verify: bool) -> Result<Manifest> {
+        let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
+        // The version comes first: a newer file may have a manifest that this version cannot read.
+        #[derive(Deserialize)]
+        struct Head {
+            version: u32,
+        }
+        let bad = |e: serde_json::Error| file.bad(format!("manifest: {e}"));
+        let Head { version } = serde_json::from_str(text).map_err(bad)?;
+        if !(1..=VERSION).contains(&version) {
+            let known = format!("this program reads versions 1 to {VERSION}");
+            return Err(file.bad(format!("format version {version}, {known}")));
+        }
+        let verify = verify && version > 1;
+        if verify && file.metadata.get(CHECKSUM_KEY).map(String::as_str) != Some(&Manifest::checksum(text)) {
+            return Err(file.bad("the manifest is damaged: its checksum is another"));
+        }
+        let mut manifest: Manifest = serde_json::from_str(text).map_err(bad)?;
+        let layers = manifest.layers.iter().map(LayerManifest::count).sum::<usize>();
+        if layers > MOST {
+            return Err(file.bad(format!("manifest: {layers} layers, at most {MOST} are read")));
+        }
+        if verify {
+            let sums = std::mem::take(&mut manifest.checksums);
+            file.hold_to(sums.into_iter().map(|(name, sum)| (name, sum.0)).collect())?;
+        }
+        Ok(manifest)
+    }
+
+    /// The checksum of a manifest's text.
+    pub(super) fn checksum(text: &str) -> String {
+        Checksum(xxhash_rust::xxh3::xxh3_64(text.as_bytes())).into()
+    }
+}
+
+impl LayerManifest {
+    /// Layers and lists.
+    fn count(&self) -> usize {
+        match self {
+            LayerManifest::List(list) => 1 + list.iter().map(LayerManifest::count).sum::<usize>(),
+            _ => 1,
         }
     }
 }
 
-fn lay_out_side(
-    side: &CompressedSide<Tensor>,
+/// Puts the tensors of an entry under their names and gives its manifest.
+pub(super) fn lay_out<'a>(
+    entry: &'a Entry,
     at: &str,
-    tensors: &mut BTreeMap<String, RawTensor>,
+    tensors: &mut BTreeMap<String, Piece<'a>>,
+) -> LayerManifest {
+    let mut count = 0;
+    let mut raw = |t: &'a RawTensor| {
+        tensors.insert(format!("{at}.raw.{count}"), Piece::Raw(t));
+        count += 1;
+        count - 1
+    };
+    match entry {
+        Entry::Packed { shell, layer } => LayerManifest::Packed(Box::new(PackedManifest {
+            shell: *shell,
+            key: lay_out_side(&layer.key, &format!("{at}.key"), tensors),
+            value: lay_out_side(&layer.value, &format!("{at}.value"), tensors),
+        })),
+        Entry::List(list) => LayerManifest::List(
+            list.iter().enumerate().map(|(i, e)| lay_out(e, &format!("{at}.{i}"), tensors)).collect(),
+        ),
+        Entry::Other(Layer::Arrays { arrays, left_padding, lengths }) => {
+            LayerManifest::Arrays(Box::new(ArraysManifest {
+                arrays: arrays.iter().map(|a| a.as_ref().map(&mut raw)).collect(),
+                left_padding: left_padding.as_ref().map(&mut raw),
+                lengths: lengths.as_ref().map(&mut raw),
+            }))
+        }
+        Entry::Other(Layer::Opaque { class, tensors: list, meta }) => {
+            LayerManifest::Opaque(Box::new(OpaqueManifest {
+                class: class.clone(),
+                tensors: list.iter().map(|(name, t)| (name.clone(), raw(t))).collect(),
+                meta: meta.clone(),
+            }))
+        }
+        Entry::Other(layer) => {
+            // What has tokens became a packed layer.
+            let shell = shell_of(layer, layer.kind().unwrap_or(KvKind::Plain));
+            LayerManifest::Empty { shell: Box::new(shell) }
+        }
+    }
+}
+
+fn lay_out_side<'a>(
+    side: &'a CompressedSide<Tensor>,
+    at: &str,
+    tensors: &mut BTreeMap<String, Piece<'a>>,
 ) -> SideManifest {
-    let mut put = |part: &str, t: Option<&Tensor>| {
+    let mut put = |part: &str, t: Option<&'a Tensor>| {
         if let Some(t) = t {
-            tensors.insert(format!("{at}.{part}"), RawTensor::from(t));
+            tensors.insert(format!("{at}.{part}"), Piece::Tensor(t));
         }
     };
     put("head", side.head.as_ref());
@@ -92,160 +192,15 @@ fn lay_out_side(
         put("centre", body.frame().centre.as_ref());
         put("gain", body.frame().gain.as_ref());
         put("order", body.frame().order.as_ref());
-        let levels = body.codec().fitted().and_then(|l| Tensor::new(&[l.len()], l.to_vec()).ok());
-        put("levels", levels.as_ref());
+        if let Some(levels) = body.codec().fitted() {
+            let bytes = levels.iter().flat_map(|x| x.to_le_bytes()).collect();
+            let raw = RawTensor { dtype: safetensors::Dtype::F32, shape: vec![levels.len()], bytes };
+            tensors.insert(format!("{at}.levels"), Piece::Made(raw));
+        }
     }
     SideManifest {
         shape: side.shape,
         dtype: side.dtype,
         codec: side.body.as_ref().map(|b| *b.codec().spec()),
     }
-}
-
-/// Reads one entry, checking every part against the manifest.
-pub(super) struct Reader<'a> {
-    pub(super) file: &'a Container,
-    pub(super) at: String,
-}
-
-impl Reader<'_> {
-    pub(super) fn entry(&self, manifest: LayerManifest) -> Result<Entry> {
-        // Every raw tensor is used once and in order, so that a layer costs no more than its bytes in the file.
-        let next = Cell::new(0);
-        let raw = |n: usize| {
-            if next.replace(n + 1) != n {
-                return Err(self.bad(format!("raw tensor {n} is out of order")));
-            }
-            self.file.raw(&format!("{}.raw.{n}", self.at))
-        };
-        let optional = |n: Option<usize>| n.map(raw).transpose();
-        Ok(match manifest {
-            LayerManifest::Packed { shell, key, value } => {
-                if key.shape[..3] != value.shape[..3] {
-                    return Err(
-                        self.bad(format!("keys {:?} and values {:?} do not agree", key.shape, value.shape))
-                    );
-                }
-                match shell {
-                    Shell::Rotating(ring) => ring.check(key.shape[2]).map_err(|e| self.bad(e))?,
-                    Shell::Quantized { group_size, bits, .. } => {
-                        affine::check_codec(group_size, bits).map_err(|e| self.bad(e.to_string()))?;
-                        let widths = [key.shape[3], value.shape[3]];
-                        if widths.iter().any(|width| width % group_size != 0) {
-                            return Err(self.bad(format!("groups of {group_size} in widths {widths:?}")));
-                        }
-                    }
-                    Shell::Plain(_) => {}
-                }
-                let layer = CompressedLayer {
-                    key: self.side(Side::Key, key)?,
-                    value: self.side(Side::Value, value)?,
-                };
-                Entry::Packed { shell, layer: Box::new(layer) }
-            }
-            LayerManifest::Empty { shell } => Entry::Other(match shell {
-                Shell::Plain(class) => Layer::Kv { class, kv: None },
-                Shell::Rotating(ring) => Layer::Rotating { kv: None, ring },
-                Shell::Quantized { group_size, bits, .. } => Layer::Quantized { kv: None, group_size, bits },
-            }),
-            LayerManifest::Arrays { arrays, left_padding, lengths } => Entry::Other(Layer::Arrays {
-                arrays: arrays.into_iter().map(optional).collect::<Result<_>>()?,
-                left_padding: optional(left_padding)?,
-                lengths: optional(lengths)?,
-            }),
-            LayerManifest::Opaque { class, tensors, meta } => {
-                let tensors =
-                    tensors.into_iter().map(|(name, n)| Ok((name, raw(n)?))).collect::<Result<_>>()?;
-                Entry::Other(Layer::Opaque { class, tensors, meta })
-            }
-            LayerManifest::List(list) => {
-                let inner = |(i, m)| Reader { file: self.file, at: format!("{}.{i}", self.at) }.entry(m);
-                Entry::List(list.into_iter().enumerate().map(inner).collect::<Result<_>>()?)
-            }
-        })
-    }
-
-    fn bad(&self, detail: String) -> Error {
-        self.file.bad(format!("layer {}: {detail}", self.at))
-    }
-
-    fn side(&self, side: Side, manifest: SideManifest) -> Result<CompressedSide<Tensor>> {
-        let bad = |e: Error| self.bad(format!("{side}: {e}"));
-        let part = |name: &str| -> Result<Option<Tensor>> {
-            let name = format!("{}.{side}.{name}", self.at);
-            if self.file.has(&name) { self.file.tensor(&name).map(Some) } else { Ok(None) }
-        };
-        let needed = |name: &str| part(name)?.ok_or_else(|| self.bad(format!("{side}: no {name}")));
-        let body = match manifest.codec {
-            None => None,
-            Some(spec) => {
-                let codec = match part("levels")? {
-                    Some(levels) => {
-                        Codec::with_levels(spec, levels.to_vec::<f32>().map_err(bad)?.into()).map_err(bad)?
-                    }
-                    None => Codec::new(spec).map_err(bad)?,
-                };
-                let frame = Frame { centre: part("centre")?, gain: part("gain")?, order: part("order")? };
-                check_tables(&frame).map_err(|e| self.bad(format!("{side}: {e}")))?;
-                let (words, scales) = (needed("words")?, needed("scales")?);
-                if words.dtype() != "U32" || scales.dtype() != codec.format().dtype() {
-                    return Err(self.bad(format!(
-                        "{side}: words {} and scales {}",
-                        words.dtype(),
-                        scales.dtype()
-                    )));
-                }
-                Some(Codes::new(Arc::new(codec), frame, words, scales).map_err(bad)?)
-            }
-        };
-        let side_of = CompressedSide {
-            head: part("head")?,
-            body,
-            tail: part("tail")?,
-            shape: manifest.shape,
-            dtype: manifest.dtype,
-        };
-        let [b, h, t, d] = side_of.shape;
-        for exact in [&side_of.head, &side_of.tail].into_iter().flatten() {
-            let s = exact.shape();
-            if s.len() != 4 || [s[0], s[1], s[3]] != [b, h, d] || exact.float() != Some(side_of.dtype) {
-                return Err(self.bad(format!("{side}: exact tokens {} {s:?}", exact.dtype())));
-            }
-        }
-        if let Some(body) = &side_of.body
-            && (body.shape()[..2] != [b, h] || body.codec().spec().head_dim != d)
-        {
-            return Err(self.bad(format!("{side}: codes {:?} for {:?}", body.shape(), side_of.shape)));
-        }
-        if side_of.split().iter().sum::<usize>() != t {
-            return Err(self.bad(format!("{side}: tokens {:?} do not add up to {t}", side_of.split())));
-        }
-        Ok(side_of)
-    }
-}
-
-/// A channel order must be a permutation; anything else would read outside a row.
-fn check_tables(frame: &Frame<Tensor>) -> Result<(), String> {
-    for t in [&frame.centre, &frame.gain].into_iter().flatten() {
-        if t.float() != Some(Dtype::F32) || t.first_non_finite().is_some() {
-            return Err("centre and gain must be finite f32".into());
-        }
-    }
-    // Decoding divides by the gains.
-    if let Some(gain) = &frame.gain
-        && !gain.to_f32().is_ok_and(|gain| gain.iter().all(|x| x.is_normal() && *x > 0.0))
-    {
-        return Err("every gain must be above zero".into());
-    }
-    let Some(order) = &frame.order else { return Ok(()) };
-    let (d, places) =
-        (order.shape().last().copied().unwrap_or(0), order.to_vec::<u32>().map_err(|e| e.to_string())?);
-    let permutation = |row: &[u32]| {
-        let mut seen = vec![false; d];
-        row.iter().all(|&i| seen.get_mut(i as usize).is_some_and(|s| !std::mem::replace(s, true)))
-    };
-    if d == 0 || !places.chunks_exact(d).all(permutation) {
-        return Err("the channel order is no permutation".into());
-    }
-    Ok(())
 }

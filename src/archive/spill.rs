@@ -1,11 +1,11 @@
 //! The pool's disk: one compressed file a cache, with the agent's label inside, in a folder that one process holds.
 //!
 //! A file is written beside its place, flushed and renamed, so it is whole or not there. At the start the newest version of every
-//! agent counts; older ones and unfinished files are removed, and a file that cannot be read is set aside under another name. Files of
-//! other names may lie in the folder and stay as they are.
+//! agent counts; older ones and unfinished files are removed, one that was renamed gets its name back, and one that cannot be read is
+//! set aside under another name. Files of other names that hold no agent's cache may lie in the folder and stay as they are.
 
+use super::Archive;
 use super::manifest::Manifest;
-use super::{Archive, KEY};
 use crate::error::{Error, Result};
 use crate::files;
 use crate::folders::HeldFolder;
@@ -54,9 +54,8 @@ fn is_ours(name: &str) -> bool {
 }
 
 fn label_of(path: &Path) -> Result<Label> {
-    let file = Container::open(path)?;
-    let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
-    let manifest: Manifest = serde_json::from_str(text).map_err(|e| file.bad(format!("manifest: {e}")))?;
+    let mut file = Container::open(path)?;
+    let manifest = Manifest::read(&mut file, true)?;
     let text = manifest.metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
     serde_json::from_str(text).map_err(|e| file.bad(format!("agent: {e}")))
 }
@@ -99,7 +98,9 @@ impl Spill<Archive> for SpillFolder {
         };
         let remove = |path: &Path| fs::remove_file(path).map_err(io(path));
         let mut newest: BTreeMap<String, (Label, u64, PathBuf)> = BTreeMap::new();
-        for entry in fs::read_dir(self.folder.path()).map_err(io(self.folder.path()))? {
+        // All names first: a file that gets another one here would be met twice.
+        let entries: Vec<_> = fs::read_dir(self.folder.path()).map_err(io(self.folder.path()))?.collect();
+        for entry in entries {
             let entry = entry.map_err(io(self.folder.path()))?;
             let (path, name) = (entry.path(), entry.file_name().to_string_lossy().into_owned());
             if name.starts_with(files::UNFINISHED) {
@@ -122,7 +123,22 @@ impl Spill<Archive> for SpillFolder {
                     continue;
                 }
             };
-            let bytes = entry.metadata().map_err(io(&path))?.len();
+            // A cache is found by the name that its label gives.
+            let place = self.path(&label);
+            if path != place && place.exists() {
+                let _ = writeln!(
+                    io::stderr(),
+                    "turbomoq: {}: not read, its cache is in {}",
+                    path.display(),
+                    place.display()
+                );
+                continue;
+            }
+            if path != place {
+                fs::rename(&path, &place).map_err(io(&path))?;
+            }
+            let path = place;
+            let bytes = fs::metadata(&path).map_err(io(&path))?.len();
             let other = match newest.get(&label.id) {
                 Some(known) if known.0.version > label.version => Some(path),
                 _ => newest.insert(label.id.clone(), (label, bytes, path)).map(|old| old.2),

@@ -9,7 +9,7 @@ use turbomoq::compressor::Compressor;
 use turbomoq::engine::Engine;
 use turbomoq::files;
 use turbomoq::prompt_cache::PromptCache;
-use turbomoq::{Recipe, Result};
+use turbomoq::{Error, Recipe, Result};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -21,6 +21,12 @@ pub struct Arguments {
     output: Option<PathBuf>,
     #[command(flatten)]
     recipe: RecipeArguments,
+    /// Compressed file from which the input was restored: tokens that are unchanged keep their codes, whatever the recipe
+    #[arg(long, value_name = "FILE")]
+    after: Option<PathBuf>,
+    /// Pack layers that hold different numbers of tokens too
+    #[arg(long)]
+    uneven: bool,
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
@@ -32,6 +38,7 @@ pub struct Arguments {
 struct Pack<'a> {
     cache: &'a PromptCache,
     recipe: Recipe,
+    before: Option<Archive>,
 }
 
 impl OnEngine for Pack<'_> {
@@ -42,8 +49,8 @@ impl OnEngine for Pack<'_> {
     fn run<E: Engine>(self, engine: E) -> Result<Self::Output> {
         let name = engine.name();
         let bar = progress(self.cache.layers.len(), "packing");
-        let archive =
-            Archive::compress(self.cache, &Compressor::with_engine(self.recipe, engine), || bar.inc(1))?;
+        let compressor = Compressor::with_engine(self.recipe, engine);
+        let archive = Archive::compress_after(self.before.as_ref(), self.cache, &compressor, || bar.inc(1))?;
         bar.finish_and_clear();
         Ok((archive, name))
     }
@@ -54,9 +61,13 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let output = arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".tmq"));
     files::distinct(&arguments.input, &output)?;
     let recipe = arguments.recipe.recipe()?;
-    let cache = PromptCache::read(&arguments.input)?;
+    let cache = PromptCache::read_signed(&arguments.input)?;
+    if !arguments.uneven {
+        even(&cache)?;
+    }
+    let before = arguments.after.as_ref().map(Archive::read).transpose()?;
     let start = Instant::now();
-    let (archive, engine) = arguments.engine.run(Pack { cache: &cache, recipe })?;
+    let (archive, engine) = arguments.engine.run(Pack { cache: &cache, recipe, before })?;
     let encode_ms = start.elapsed().as_secs_f64() * 1e3;
     let file_bytes = archive.write(&output)?;
     let stats = archive.stats();
@@ -97,4 +108,15 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     say!("recipe: {}", archive.recipe);
     say!("{} ({}), {encode_ms:.0} ms on the {engine} engine", output.display(), bytes(file_bytes));
     Ok(())
+}
+
+/// Refuses layers with different numbers of tokens, and says how to pack them nevertheless.
+pub fn even(cache: &PromptCache) -> Result<()> {
+    cache.check_even().map_err(|error| match error {
+        Error::Unsupported { field, value, reason } => {
+            let reason = reason.replace("ask for uneven layers", "use --uneven; `inspect` shows all offsets");
+            Error::Unsupported { field, value, reason }
+        }
+        other => other,
+    })
 }

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use turbomoq::archive::{Archive, Entry};
 use turbomoq::compressor::CompressedSide;
-use turbomoq::prompt_cache::{Layer, PromptCache};
+use turbomoq::prompt_cache::{Layer, PromptCache, usual_offset};
 use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.
@@ -14,6 +14,9 @@ use turbomoq::{Error, Result, Tensor};
 pub struct Arguments {
     /// Prompt cache or compressed file
     input: PathBuf,
+    /// Do not compare checksums
+    #[arg(long)]
+    no_verify: bool,
     /// Print as JSON
     #[arg(long)]
     json: bool,
@@ -23,7 +26,12 @@ pub struct Arguments {
 struct Row {
     layer: String,
     class: String,
+    /// Tokens that the layer holds.
     tokens: Option<usize>,
+    /// Position of the next token.
+    offset: Option<usize>,
+    /// Whether that is another than in most layers.
+    odd: bool,
     keys: String,
     values: String,
     bytes: usize,
@@ -42,7 +50,8 @@ struct Contents {
 /// Runs the command.
 pub fn run(arguments: &Arguments) -> Result<()> {
     // A compressed file says so itself; what it is not must be a prompt cache. Both errors are shown if it is neither.
-    let contents = match Archive::read(&arguments.input) {
+    let read = if arguments.no_verify { Archive::read_unverified } else { Archive::read };
+    let mut contents = match read(&arguments.input) {
         Ok(archive) => of_archive(&archive),
         Err(not_archive) => match PromptCache::read(&arguments.input) {
             Ok(cache) => of_cache(&cache),
@@ -55,6 +64,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             Err(other) => return Err(other),
         },
     };
+    let usual = usual_offset(contents.layers.iter().filter_map(|row| row.offset));
+    for row in &mut contents.layers {
+        row.odd = row.offset.is_some() && row.offset != usual;
+    }
     if arguments.json {
         print_json(&contents);
         return Ok(());
@@ -71,19 +84,24 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     for (key, value) in &contents.metadata {
         say!("{}: {}", name(key), name(value));
     }
-    let mut table = table(&["layer", "class", "tokens", "keys", "values", "bytes"]);
+    let mut table = table(&["layer", "class", "tokens", "offset", "keys", "values", "bytes"]);
     for row in &contents.layers {
-        let tokens = row.tokens.map_or("-".into(), |t| t.to_string());
+        let shown = |n: Option<usize>| n.map_or("-".into(), |n| n.to_string());
+        let offset = format!("{}{}", shown(row.offset), if row.odd { " (!)" } else { "" });
         table.add_row([
             &row.layer,
             &name(&row.class),
-            &tokens,
+            &shown(row.tokens),
+            &offset,
             &row.keys,
             &row.values,
             &bytes(row.bytes as u64),
         ]);
     }
     say!("{table}");
+    if let (Some(usual), true) = (usual, contents.layers.iter().any(|row| row.odd)) {
+        say!("(!) most layers stand at token {usual}: `compress` takes such a cache with --uneven only");
+    }
     Ok(())
 }
 
@@ -112,6 +130,8 @@ fn add_entry(at: String, entry: &Entry, rows: &mut Vec<Row>) {
             layer: at,
             class: shell.class().into(),
             tokens: Some(layer.key.shape[2]),
+            offset: Some(shell.offset(layer.key.shape[2])),
+            odd: false,
             keys: describe(&layer.key),
             values: describe(&layer.value),
             bytes: layer.key.nbytes() + layer.value.nbytes(),
@@ -160,7 +180,9 @@ fn add_layer(at: String, layer: &Layer, rows: &mut Vec<Row>) {
     rows.push(Row {
         layer: at,
         class: layer.class().into(),
-        tokens: layer.offset(),
+        tokens: layer.kind().map(|_| layer.rows()),
+        offset: layer.offset(),
+        odd: false,
         keys,
         values,
         bytes: layer.nbytes(),

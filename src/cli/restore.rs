@@ -21,6 +21,9 @@ pub struct Arguments {
     /// Release of mlx-lm to write for, 0.31 or 0.32 [default: that of the source]
     #[arg(long)]
     layout: Option<Layout>,
+    /// Do not compare checksums: what a damaged file still holds
+    #[arg(long)]
+    no_verify: bool,
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
@@ -52,8 +55,10 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let output =
         arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".restored.safetensors"));
     files::distinct(&arguments.input, &output)?;
-    let archive = Archive::read(&arguments.input)?;
-    let cache = arguments.engine.run(Unpack(&archive))?;
+    let read = if arguments.no_verify { Archive::read_unverified } else { Archive::read };
+    let archive = read(&arguments.input)?;
+    let mut cache = arguments.engine.run(Unpack(&archive))?;
+    archive.sign(&mut cache)?;
     let layout = arguments.layout.unwrap_or(cache.layout);
     let file_bytes = cache.write(&output, layout)?;
     if arguments.json {

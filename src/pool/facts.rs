@@ -1,7 +1,11 @@
 //! What a pool tells of itself, and what it asks of a disk.
 
+use super::table::{Slot, Table};
+use super::{Parcel, Pooled};
 use crate::error::Result;
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::sync::Arc;
 
 /// Where caches go that leave the memory. The pool calls it without holding a lock, for one version of a cache never twice at a time.
 pub trait Spill<C>: Send + Sync {
@@ -10,6 +14,17 @@ pub trait Spill<C>: Send + Sync {
     /// # Errors
     /// The implementor's own; nothing is left behind then.
     fn save(&self, label: &Label, cache: &C) -> Result<u64>;
+
+    /// As [`Spill::save`] for a cache in blocks, which need not be joined as a whole for that.
+    ///
+    /// # Errors
+    /// As [`Spill::save`].
+    fn save_parcel(&self, label: &Label, parcel: &Parcel<C>) -> Result<u64>
+    where
+        C: Pooled,
+    {
+        self.save(label, &parcel.join()?)
+    }
 
     /// Reads a cache back.
     ///
@@ -104,4 +119,43 @@ pub struct Agent {
     pub disk_bytes: Option<u64>,
     /// Uses of the pool since the last use of this agent.
     pub idle: u64,
+}
+
+impl<C> Table<C> {
+    /// Figures of the whole pool.
+    pub(super) fn stats(&self) -> Stats {
+        let held = self.slots.values();
+        let in_memory = || held.clone().filter(|s| s.parcel.is_some());
+        let alone: usize = in_memory().filter_map(|s| s.parcel.as_ref()).map(|p| p.alone()).sum();
+        Stats {
+            budget: self.budget,
+            used: self.used,
+            saved_by_sharing: alone - self.used,
+            agents: self.slots.len(),
+            in_memory: in_memory().count(),
+            on_disk: held.clone().filter(|s| s.saved.is_some()).count(),
+            disk_bytes: held.clone().filter_map(|s| s.saved).sum(),
+            ..self.stats
+        }
+    }
+
+    /// Figures of every agent.
+    pub(super) fn agents(&self) -> Vec<Agent> {
+        let shared = |p: &Parcel<C>| -> usize {
+            let blocks: BTreeSet<_> =
+                p.blocks().filter(|b| self.users(b) > 1).map(|b| (Arc::as_ptr(b), b.nbytes())).collect();
+            blocks.into_iter().map(|(_, bytes)| bytes).sum()
+        };
+        let agent = |(id, slot): (&String, &Slot<C>)| Agent {
+            id: id.clone(),
+            kind: slot.kind.clone(),
+            priority: slot.priority,
+            pinned: slot.pinned,
+            bytes: slot.parcel.as_ref().map(|p| p.alone()),
+            shared_bytes: slot.parcel.as_ref().map_or(0, |p| shared(p)),
+            disk_bytes: slot.saved,
+            idle: self.clock - slot.last_used,
+        };
+        self.slots.iter().map(agent).collect()
+    }
 }

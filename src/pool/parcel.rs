@@ -79,9 +79,11 @@ struct Body {
 impl Body {
     fn split(codes: Codes<Tensor>) -> Result<Body> {
         let tokens = codes.shape()[2];
-        let cut = |start: usize| Ok(Arc::new(Block::new(&codes.slice(start, (start + BLOCK).min(tokens))?)));
+        // Without heads any number of tokens has no bytes.
+        let step = if codes.words().is_empty() { tokens.max(1) } else { BLOCK };
+        let cut = |start: usize| Ok(Arc::new(Block::new(&codes.slice(start, (start + step).min(tokens))?)));
         // A side without tokens is one empty block, so that its buffers keep their shape.
-        let blocks = (0..tokens.max(1)).step_by(BLOCK).map(cut).collect::<Result<_>>()?;
+        let blocks = (0..tokens.max(1)).step_by(step).map(cut).collect::<Result<_>>()?;
         Ok(Body { codec: codes.codec().clone(), frame: codes.frame().clone(), blocks })
     }
 
@@ -108,9 +110,9 @@ pub(crate) fn body_bytes(tokens: usize, row_bytes: usize, frame_bytes: usize) ->
     tokens * row_bytes + blocks * block + frame_bytes + size_of::<Body>()
 }
 
-/// A cache in blocks. Cheap to clone: a clone shares all buffers.
+/// A cache in blocks, as a pool holds it. Cheap to clone: a clone shares all buffers.
 #[derive(Clone, Debug)]
-pub(super) struct Parcel<C> {
+pub struct Parcel<C> {
     rest: C,
     bodies: Vec<Option<Body>>,
     own: usize,
@@ -127,8 +129,11 @@ impl<C: Pooled> Parcel<C> {
         Ok(Parcel { rest: cache, bodies, own })
     }
 
-    /// The cache, bit for bit as it was.
-    pub(super) fn join(&self) -> Result<C> {
+    /// The cache, bit for bit as it was, in buffers of its own.
+    ///
+    /// # Errors
+    /// [`crate::Error::Shape`] if the blocks do not belong together, which no pool makes.
+    pub fn join(&self) -> Result<C> {
         let mut cache = self.rest.clone();
         let bodies: Vec<Option<Codes<Tensor>>> = workers::run(|| {
             self.bodies.par_iter().map(|b| b.as_ref().map(Body::join).transpose()).collect::<Result<_>>()
@@ -139,6 +144,19 @@ impl<C: Pooled> Parcel<C> {
 }
 
 impl<C> Parcel<C> {
+    /// The cache without its packed tokens.
+    pub fn rest(&self) -> &C {
+        &self.rest
+    }
+
+    /// Packed tokens by their place in [`Pooled::bodies`], in buffers of their own.
+    ///
+    /// # Errors
+    /// As [`Parcel::join`].
+    pub fn body(&self, place: usize) -> Result<Option<Codes<Tensor>>> {
+        self.bodies.get(place).and_then(Option::as_ref).map(Body::join).transpose()
+    }
+
     pub(super) fn blocks(&self) -> impl Iterator<Item = &Arc<Block>> {
         self.bodies.iter().flatten().flat_map(|b| &b.blocks)
     }

@@ -3,11 +3,24 @@
 //! `used` is the sum of what every cache in memory has for itself and of every block once. Nothing here waits or touches a disk.
 
 use super::parcel::{Block, Parcel};
-use super::{Agent, Outcome, Place, Stats};
+use super::{Label, Outcome, Stats};
 use crate::error::{Error, Result};
 use crate::policy::eviction::{Need, Resident, Shortfall, evict};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
+
+/// What a table answers to a cache that wants in.
+pub(super) enum Place {
+    /// It is in; the file of the cache that it has replaced is to go.
+    Done(Outcome, Option<Label>),
+    /// These have to be saved first.
+    Save(Vec<String>),
+    /// Others are being saved, which may make room.
+    Wait,
+}
+
+/// Agents without a cache that are remembered, so that who asks for one hears that it was lost and not that it never was.
+pub(super) const LOST: usize = 1024;
 
 /// An agent and where its cache is.
 #[derive(Debug)]
@@ -22,8 +35,6 @@ pub(super) struct Slot<C> {
     pub(super) parcel: Option<Arc<Parcel<C>>>,
     /// Bytes of the cache on the disk.
     pub(super) saved: Option<u64>,
-    /// Version of the cache that someone is writing to the disk.
-    pub(super) saving: Option<u64>,
     /// Whether a cache was stored and lost again.
     pub(super) evicted: bool,
 }
@@ -42,19 +53,62 @@ pub(super) struct Table<C> {
     pub(super) quotas: BTreeMap<String, usize>,
     pub(super) slots: BTreeMap<String, Slot<C>>,
     pub(super) stats: Stats,
+    /// Versions of an agent's cache that are on their way to the disk, or on their way off it again.
+    pub(super) writing: BTreeMap<String, BTreeSet<u64>>,
     shared: HashMap<u64, Vec<Shared>>,
-    used: usize,
-    clock: u64,
+    pub(super) used: usize,
+    pub(super) clock: u64,
+    /// The last version that was given out.
+    version: u64,
 }
+
+/// Type and priority of an agent whose cache comes in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms<'a> {
+    pub(super) kind: &'a str,
+    pub(super) priority: f32,
+    /// Whether an agent that is known gets them too.
+    pub(super) renew: bool,
+}
+
+/// A cache on its way in.
+pub(super) struct Incoming<'a, C> {
+    pub(super) id: &'a str,
+    pub(super) parcel: &'a Arc<Parcel<C>>,
+    /// Without them the agent must be known.
+    pub(super) terms: Option<Terms<'a>>,
+    /// Version and, if it is on the disk already, bytes there of a new cache; `None` if it is the one on the disk that comes back.
+    pub(super) version: Option<(u64, Option<u64>)>,
+}
+
+// Derived, `Clone` would ask for a cache that can be cloned.
+impl<C> Clone for Incoming<'_, C> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+
+impl<C> Copy for Incoming<'_, C> {}
 
 /// A cache on its way in, or only a budget to be met.
 pub(super) struct Request<'a, C> {
-    pub(super) incoming: Option<(&'a str, &'a Arc<Parcel<C>>)>,
+    pub(super) incoming: Option<Incoming<'a, C>>,
     pub(super) budget: usize,
     /// Whether what leaves goes to the disk.
     pub(super) spills: bool,
     /// Whether caches may leave at all.
     pub(super) evicts: bool,
+}
+
+impl<C> Slot<C> {
+    pub(super) fn new(kind: String, priority: f32) -> Slot<C> {
+        let (pinned, last_used, version) = (false, 0, 0);
+        Slot { kind, priority, pinned, last_used, version, parcel: None, saved: None, evicted: false }
+    }
+
+    pub(super) fn label(&self, id: &str) -> Label {
+        Label { id: id.into(), kind: self.kind.clone(), priority: self.priority, version: self.version }
+    }
 }
 
 impl<C> Table<C> {
@@ -64,9 +118,11 @@ impl<C> Table<C> {
             quotas: BTreeMap::new(),
             slots: BTreeMap::new(),
             stats: Stats::default(),
+            writing: BTreeMap::new(),
             shared: HashMap::new(),
             used: 0,
             clock: 0,
+            version: 0,
         }
     }
 
@@ -75,14 +131,61 @@ impl<C> Table<C> {
         self.clock
     }
 
-    /// The clock goes on behind the versions that lie on the disk.
+    /// Clock and versions go on behind those that lie on the disk.
     pub(super) fn advance(&mut self, version: u64) {
-        self.clock = self.clock.max(version);
+        (self.clock, self.version) = (self.clock.max(version), self.version.max(version));
+    }
+
+    /// A version above all others. It is no use of the pool: a cache that is refused has one too.
+    pub(super) fn next_version(&mut self) -> u64 {
+        self.version += 1;
+        self.version
     }
 
     pub(super) fn slot(&mut self, id: &str) -> Result<&mut Slot<C>> {
         let none = || Error::NotHeld { id: id.into(), reason: "not allocated" };
         self.slots.get_mut(id).ok_or_else(none)
+    }
+
+    /// Whether the cache that an agent has now is on its way to the disk.
+    pub(super) fn is_saving(&self, id: &str, slot: &Slot<C>) -> bool {
+        self.writing.get(id).is_some_and(|versions| versions.contains(&slot.version))
+    }
+
+    /// The label of a cache that is about to be written in place of the one that an agent has.
+    pub(super) fn label_of_new(&mut self, id: &str, terms: Option<Terms>) -> Result<Label> {
+        let version = self.next_version();
+        if let Some(Terms { kind, priority, .. }) = terms.filter(|t| t.renew || !self.slots.contains_key(id))
+        {
+            return Ok(Label { id: id.into(), kind: kind.into(), priority, version });
+        }
+        Ok(Label { version, ..self.slot(id)?.label(id) })
+    }
+
+    /// Notes that a version goes to the disk, until [`Table::written`].
+    pub(super) fn write(&mut self, label: &Label) {
+        self.writing.entry(label.id.clone()).or_default().insert(label.version);
+    }
+
+    pub(super) fn written(&mut self, label: &Label) {
+        if let Some(versions) = self.writing.get_mut(&label.id) {
+            versions.remove(&label.version);
+            if versions.is_empty() {
+                self.writing.remove(&label.id);
+            }
+        }
+    }
+
+    /// Forgets the agents that lost their caches longest ago, beyond [`LOST`] of them.
+    pub(super) fn forget_lost(&mut self) {
+        let lost = |slot: &Slot<C>| slot.evicted && slot.parcel.is_none();
+        let count = self.slots.values().filter(|slot| lost(slot)).count();
+        for _ in LOST..count {
+            let oldest =
+                self.slots.iter().filter(|(_, slot)| lost(slot)).min_by_key(|(_, slot)| slot.last_used);
+            let Some(id) = oldest.map(|(id, _)| id.clone()) else { return };
+            self.slots.remove(&id);
+        }
     }
 
     /// Blocks in memory that have the hashes of a cache's blocks, for each of them.
@@ -93,7 +196,7 @@ impl<C> Table<C> {
         parcel.blocks().map(of).collect()
     }
 
-    fn users(&self, block: &Arc<Block>) -> usize {
+    pub(super) fn users(&self, block: &Arc<Block>) -> usize {
         let list = self.shared.get(&block.hash());
         list.and_then(|l| l.iter().find(|s| Arc::ptr_eq(&s.block, block))).map_or(0, |s| s.users)
     }
@@ -137,12 +240,17 @@ impl<C> Table<C> {
 
     /// Lets a cache in, or says what must happen before. On an error nothing has changed.
     pub(super) fn place(&mut self, request: &Request<C>) -> Result<Place> {
-        let (id, parcel) = request.incoming.unzip();
-        let (kind, old) = match id {
-            Some(id) => {
-                let slot = self.slot(id)?;
-                (Some(slot.kind.clone()), slot.parcel.clone())
-            }
+        let (id, parcel) = request.incoming.map(|i| (i.id, i.parcel)).unzip();
+        let (kind, old) = match request.incoming {
+            Some(Incoming { id, terms, .. }) => match (terms, self.slots.get(id)) {
+                (Some(terms), slot) if terms.renew || slot.is_none() => {
+                    (Some(terms.kind.to_string()), slot.and_then(|slot| slot.parcel.clone()))
+                }
+                _ => {
+                    let slot = self.slot(id)?;
+                    (Some(slot.kind.clone()), slot.parcel.clone())
+                }
+            },
             None => (None, None),
         };
         // What the blocks in question would be used by, step by step.
@@ -171,7 +279,7 @@ impl<C> Table<C> {
             facts.push(Resident {
                 priority: slot.priority,
                 last_used: slot.last_used,
-                pinned: slot.pinned || slot.saving.is_some() || !request.evicts,
+                pinned: slot.pinned || self.is_saving(name, slot) || !request.evicts,
                 in_quota: in_quota(slot),
                 charge: parcel.alone(),
             });
@@ -186,7 +294,7 @@ impl<C> Table<C> {
         let leaving = evict(&facts, need, |i| names[i].1.parcel.as_deref().map_or(0, &mut frees));
         let leaving = match leaving {
             Ok(leaving) => leaving,
-            Err(_) if request.evicts && names.iter().any(|(_, slot)| slot.saving.is_some()) => {
+            Err(_) if request.evicts && names.iter().any(|(id, slot)| self.is_saving(id, slot)) => {
                 return Ok(Place::Wait);
             }
             Err(shortfall) => {
@@ -216,10 +324,10 @@ impl<C> Table<C> {
             return Ok(Place::Save(unsaved));
         }
         let leaving: Vec<String> = leaving.into_iter().map(|i| names[i].0.clone()).collect();
-        Ok(Place::Done(self.commit(request, leaving, added)))
+        Ok(self.commit(request, leaving, added))
     }
 
-    fn commit(&mut self, request: &Request<C>, leaving: Vec<String>, added: usize) -> Outcome {
+    fn commit(&mut self, request: &Request<C>, leaving: Vec<String>, added: usize) -> Place {
         let mut outcome = Outcome { added, ..Outcome::default() };
         for name in leaving {
             self.release(&name);
@@ -230,54 +338,30 @@ impl<C> Table<C> {
         }
         self.stats.evictions += outcome.evicted.len() as u64;
         self.stats.spills += outcome.spilled.len() as u64;
-        if let Some((id, parcel)) = request.incoming {
+        let mut stale = None;
+        if let Some(Incoming { id, parcel, terms, version }) = request.incoming {
             self.add(parcel);
             self.release(id);
             outcome.bytes = parcel.alone();
             let now = self.tick();
-            if let Some(slot) = self.slots.get_mut(id) {
-                slot.parcel = Some(parcel.clone());
-                slot.last_used = now;
-                slot.evicted = false;
+            let known = self.slots.contains_key(id);
+            let new = || Slot::new(terms.map_or_else(String::new, |t| t.kind.into()), 1.0);
+            let slot = self.slots.entry(id.into()).or_insert_with(new);
+            if let Some(terms) = terms.filter(|terms| terms.renew || !known) {
+                (slot.kind, slot.priority) = (terms.kind.into(), terms.priority);
             }
+            if let Some((version, saved)) = version {
+                stale = slot.saved.map(|_| slot.label(id));
+                (slot.version, slot.saved) = (version, saved);
+                self.stats.stores += 1;
+            }
+            slot.parcel = Some(parcel.clone());
+            slot.last_used = now;
+            slot.evicted = false;
         }
-        outcome
-    }
-
-    /// Figures of the whole pool.
-    pub(super) fn stats(&self) -> Stats {
-        let held = self.slots.values();
-        let in_memory = || held.clone().filter(|s| s.parcel.is_some());
-        let alone: usize = in_memory().filter_map(|s| s.parcel.as_ref()).map(|p| p.alone()).sum();
-        Stats {
-            budget: self.budget,
-            used: self.used,
-            saved_by_sharing: alone - self.used,
-            agents: self.slots.len(),
-            in_memory: in_memory().count(),
-            on_disk: held.clone().filter(|s| s.saved.is_some()).count(),
-            disk_bytes: held.clone().filter_map(|s| s.saved).sum(),
-            ..self.stats
+        if !outcome.evicted.is_empty() {
+            self.forget_lost();
         }
-    }
-
-    /// Figures of every agent.
-    pub(super) fn agents(&self) -> Vec<Agent> {
-        let shared = |p: &Parcel<C>| -> usize {
-            let blocks: BTreeSet<_> =
-                p.blocks().filter(|b| self.users(b) > 1).map(|b| (Arc::as_ptr(b), b.nbytes())).collect();
-            blocks.into_iter().map(|(_, bytes)| bytes).sum()
-        };
-        let agent = |(id, slot): (&String, &Slot<C>)| Agent {
-            id: id.clone(),
-            kind: slot.kind.clone(),
-            priority: slot.priority,
-            pinned: slot.pinned,
-            bytes: slot.parcel.as_ref().map(|p| p.alone()),
-            shared_bytes: slot.parcel.as_ref().map_or(0, |p| shared(p)),
-            disk_bytes: slot.saved,
-            idle: self.clock - slot.last_used,
-        };
-        self.slots.iter().map(agent).collect()
+        Place::Done(outcome, stale)
     }
 }

@@ -5,12 +5,14 @@
 //! `safetensors::SafeTensors`, which accepts duplicate keys, keeps tensor names out of most of its errors and
 //! writes metadata in hash order. Bytes are little-endian, as on every machine MLX runs on.
 
+use super::image::checksum;
 use crate::error::{Error, Result};
 use crate::tensor::{Element, Tensor};
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
-use std::collections::BTreeMap;
+use std::cell::RefCell;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
@@ -26,17 +28,15 @@ pub struct RawTensor {
     pub bytes: Vec<u8>,
 }
 
-impl From<&Tensor> for RawTensor {
-    fn from(x: &Tensor) -> RawTensor {
-        let dtype = match x {
-            Tensor::F32(_) => Dtype::F32,
-            Tensor::F16(_) => Dtype::F16,
-            Tensor::BF16(_) => Dtype::BF16,
-            Tensor::U32(_) => Dtype::U32,
-            Tensor::U8(_) => Dtype::U8,
-            Tensor::I32(_) => Dtype::I32,
-        };
-        RawTensor { dtype, shape: x.shape().to_vec(), bytes: x.row_major_bytes().into_owned() }
+/// The dtype of a tensor in a file.
+pub(super) fn dtype_of(x: &Tensor) -> Dtype {
+    match x {
+        Tensor::F32(_) => Dtype::F32,
+        Tensor::F16(_) => Dtype::F16,
+        Tensor::BF16(_) => Dtype::BF16,
+        Tensor::U32(_) => Dtype::U32,
+        Tensor::U8(_) => Dtype::U8,
+        Tensor::I32(_) => Dtype::I32,
     }
 }
 
@@ -47,6 +47,31 @@ pub(super) fn byte_len(dtype: Dtype, shape: &[usize]) -> Option<usize> {
     bits.is_multiple_of(8).then_some(bits / 8)
 }
 
+/// Most bytes of a header: those that the safetensors crate takes.
+const HEADER: u64 = 100_000_000;
+
+/// So many elements of zero, or an error where there is no memory for them.
+fn zeroed<T: bytemuck::Zeroable + Clone>(count: usize) -> std::io::Result<Vec<T>> {
+    let mut data = Vec::new();
+    data.try_reserve_exact(count).map_err(|_| std::io::Error::from(std::io::ErrorKind::OutOfMemory))?;
+    data.resize(count, T::zeroed());
+    Ok(data)
+}
+
+/// Opens a regular file. A FIFO in its place is refused and not waited for.
+fn open_regular(path: &Path) -> std::io::Result<(fs::File, u64)> {
+    let mut options = fs::OpenOptions::new();
+    options.read(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::custom_flags(&mut options, nix::libc::O_NONBLOCK);
+    let file = options.open(path)?;
+    let found = file.metadata()?;
+    if !found.is_file() {
+        return Err(std::io::Error::new(std::io::ErrorKind::InvalidInput, "not a regular file"));
+    }
+    Ok((file, found.len()))
+}
+
 /// One open file with a header that was checked.
 pub(crate) struct Container {
     path: PathBuf,
@@ -55,6 +80,10 @@ pub(crate) struct Container {
     tensors: BTreeMap<String, TensorInfo>,
     /// The `__metadata__` of the header.
     pub(crate) metadata: BTreeMap<String, String>,
+    /// What the checksums of tensors must be, by name, if they are held to any.
+    checksums: Option<BTreeMap<String, u64>>,
+    /// Names of the tensors that were read.
+    read: RefCell<BTreeSet<String>>,
 }
 
 impl Container {
@@ -62,30 +91,57 @@ impl Container {
     pub(crate) fn open(path: &Path) -> Result<Container> {
         let io = |source| Error::Io { path: path.into(), source };
         let bad = |detail: String| Error::Format { path: path.into(), detail };
-        let mut file = fs::File::open(path).map_err(io)?;
-        let len = file.metadata().map_err(io)?.len();
+        let (mut file, len) = open_regular(path).map_err(io)?;
         if len < 8 {
             return Err(bad(format!("{len} bytes, a safetensors file has at least 8")));
         }
         let mut word = [0; 8];
         file.read_exact(&mut word).map_err(io)?;
         let header_len = u64::from_le_bytes(word);
-        if header_len < 2 || header_len > len - 8 {
-            return Err(bad(format!("header length {header_len} is not in 2..={}", len - 8)));
+        let most = HEADER.min(len - 8);
+        if header_len < 2 || header_len > most {
+            return Err(bad(format!("header length {header_len} is not in 2..={most}")));
         }
-        let too_large = || bad(format!("header length {header_len} does not fit the address space"));
-        let mut text = vec![0; usize::try_from(header_len).map_err(|_| too_large())?];
+        let mut text = zeroed(header_len as usize).map_err(io)?;
         file.read_exact(&mut text).map_err(io)?;
         let text = std::str::from_utf8(&text).map_err(|e| bad(format!("header: {e}")))?;
         let header: Header = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
         check_ranges(&header.tensors, len - 8 - header_len).map_err(bad)?;
         let Header { metadata, tensors } = header;
-        Ok(Container { path: path.into(), file, data_start: 8 + header_len, tensors, metadata })
+        let data_start = 8 + header_len;
+        Ok(Container {
+            path: path.into(),
+            file,
+            data_start,
+            tensors,
+            metadata,
+            checksums: None,
+            read: RefCell::default(),
+        })
+    }
+
+    /// From now on every tensor that is read must have its checksum, see [`super::image::checksum`].
+    ///
+    /// # Errors
+    /// [`Error::Format`] unless there is one for each tensor of the file and none for others.
+    pub(crate) fn hold_to(&mut self, checksums: BTreeMap<String, u64>) -> Result<()> {
+        let alone = |name: &&String| !(checksums.contains_key(*name) && self.tensors.contains_key(*name));
+        if let Some(name) = checksums.keys().chain(self.tensors.keys()).find(alone) {
+            return Err(self.bad(format!("tensor {name:?} has no checksum, or a checksum has no tensor")));
+        }
+        self.checksums = Some(checksums);
+        Ok(())
     }
 
     /// Names of the tensors, sorted as strings.
     pub(crate) fn names(&self) -> impl Iterator<Item = &str> {
         self.tensors.keys().map(String::as_str)
+    }
+
+    /// The first tensor that was never read.
+    pub(crate) fn unread(&self) -> Option<&str> {
+        let read = self.read.borrow();
+        self.names().find(|name| !read.contains(*name))
     }
 
     /// Whether there is a tensor of this name.
@@ -104,8 +160,18 @@ impl Container {
     }
 
     /// Dtype and shape of a tensor.
-    pub(super) fn info(&self, name: &str) -> Result<&TensorInfo> {
+    pub(crate) fn info(&self, name: &str) -> Result<&TensorInfo> {
         self.tensors.get(name).ok_or_else(|| self.bad(format!("tensor {name:?} is missing")))
+    }
+
+    fn zeroed<T: bytemuck::Zeroable + Clone>(&self, name: &str, count: usize) -> Result<Vec<T>> {
+        zeroed(count).map_err(|source| Error::Io {
+            path: self.path.clone(),
+            source: std::io::Error::new(
+                source.kind(),
+                format!("tensor {name:?}: no memory for {count} elements"),
+            ),
+        })
     }
 
     fn fill(&self, name: &str, info: &TensorInfo, bytes: &mut [u8]) -> Result<()> {
@@ -114,20 +180,28 @@ impl Container {
         file.seek(SeekFrom::Start(at)).and_then(|_| file.read_exact(bytes)).map_err(|source| Error::Io {
             path: self.path.clone(),
             source: std::io::Error::new(source.kind(), format!("tensor {name:?}: {source}")),
-        })
+        })?;
+        self.read.borrow_mut().insert(name.to_string());
+        let Some(checksums) = &self.checksums else { return Ok(()) };
+        let (want, got) = (checksums.get(name), checksum(info.dtype, &info.shape, bytes));
+        if want == Some(&got) {
+            return Ok(());
+        }
+        Err(self
+            .bad(format!("tensor {name:?} is damaged: its checksum is {got:016x}, not that of the manifest")))
     }
 
     /// A tensor as raw bytes.
     pub(crate) fn raw(&self, name: &str) -> Result<RawTensor> {
         let info = self.info(name)?;
-        let mut bytes = vec![0; info.data_offsets.1 - info.data_offsets.0];
+        let mut bytes = self.zeroed(name, info.data_offsets.1 - info.data_offsets.0)?;
         self.fill(name, info, &mut bytes)?;
         Ok(RawTensor { dtype: info.dtype, shape: info.shape.clone(), bytes })
     }
 
     fn typed<T: Element>(&self, name: &str, info: &TensorInfo) -> Result<Tensor> {
         // The data section starts at any byte, so the elements go through an aligned buffer, never a cast.
-        let mut data = vec![T::zeroed(); info.shape.iter().product()];
+        let mut data = self.zeroed::<T>(name, info.shape.iter().product())?;
         self.fill(name, info, bytemuck::cast_slice_mut(&mut data))?;
         Tensor::new(&info.shape, data)
             .map_err(|_| self.bad(format!("tensor {name:?}: shape {:?} is too large", info.shape)))

@@ -45,6 +45,22 @@ impl KvClass {
             KvClass::Chunked { .. } => "ChunkedKVCache",
         }
     }
+
+    /// What is wrong with the counters beside `rows` stored rows, if anything is.
+    pub(crate) fn check(&self, rows: usize) -> Result<(), String> {
+        let KvClass::Chunked { chunk_size, start_position } = *self else { return Ok(()) };
+        holdable("chunk_size", chunk_size)?;
+        holdable("start_position", start_position)?;
+        holdable("offset", start_position.saturating_add(rows))
+    }
+}
+
+/// mlx-lm keeps counters in arrays of 64-bit integers with a sign.
+pub(crate) fn holdable(counter: &str, value: usize) -> Result<(), String> {
+    match i64::try_from(value) {
+        Ok(_) => Ok(()),
+        Err(_) => Err(format!("{counter} = {value} is more than mlx-lm's integers hold")),
+    }
 }
 
 /// The cache of one layer; `None` instead of a pair where mlx-lm holds a cache that was never filled.
@@ -140,14 +156,17 @@ impl Layer {
     pub fn offset(&self) -> Option<usize> {
         let rows = self.rows();
         match self {
-            Layer::Kv { class: KvClass::Chunked { start_position, .. }, .. } => Some(start_position + rows),
+            Layer::Kv { class: KvClass::Chunked { start_position, .. }, .. } => {
+                Some(start_position.saturating_add(rows))
+            }
             Layer::Kv { .. } | Layer::Quantized { .. } => Some(rows),
             Layer::Rotating { ring, .. } => Some(ring.offset),
             _ => None,
         }
     }
 
-    fn rows(&self) -> usize {
+    /// Tokens that the layer holds: fewer than its offset in a window.
+    pub fn rows(&self) -> usize {
         match self {
             Layer::Kv { kv: Some(p), .. } | Layer::Rotating { kv: Some(p), .. } => rows_of(&p.keys),
             Layer::Quantized { kv: Some(p), .. } => rows_of(&p.keys.words),
@@ -234,7 +253,7 @@ impl Layer {
     /// What is inconsistent in this layer, if anything is: run on every layer read and on every layer written.
     pub(crate) fn check(&self) -> Result<(), String> {
         match self {
-            Layer::Kv { kv, .. } => kv.as_ref().map_or(Ok(()), |p| floats(p).map(|_| ())),
+            Layer::Kv { class, kv } => class.check(kv.as_ref().map_or(Ok(0), floats)?),
             Layer::Rotating { kv, ring } => ring.check(kv.as_ref().map_or(Ok(0), floats)?),
             Layer::Quantized { kv, group_size, bits } => {
                 check_codec(*group_size, *bits).map_err(|e| e.to_string())?;

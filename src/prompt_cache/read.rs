@@ -227,5 +227,7 @@ fn counters_031(spec: &Spec, meta: Option<&Node>) -> Result<Fields, String> {
 }
 
 fn counter(field: &str, text: &str) -> Result<usize, String> {
-    text.parse().map_err(|_| format!("{field} = {text:?} is not a count"))
+    // mlx-lm holds counters in arrays of i64.
+    let value = text.parse::<i64>().ok().and_then(|value| usize::try_from(value).ok());
+    value.ok_or_else(|| format!("{field} = {text:?} is not a count that fits 63 bits"))
 }

@@ -3,6 +3,7 @@
 //! mlx-lm keeps the first `keep` rows for ever and overwrites the rest in a circle. In token order the rows are
 //! `[0, keep)`, `[idx, rows)`, `[keep, idx)`; if `idx == rows` the rows are in order as they lie.
 
+use super::layer::holdable;
 use crate::error::Result;
 use crate::tensor::Tensor;
 
@@ -23,6 +24,8 @@ impl Ring {
     /// What is wrong with this ring over `rows` stored rows, if anything is.
     pub(crate) fn check(&self, rows: usize) -> Result<(), String> {
         let Ring { keep, max_size, offset, idx } = *self;
+        holdable("offset", offset)?;
+        holdable("max_size", max_size)?;
         if max_size == 0 || keep > max_size {
             return Err(format!("keep = {keep} and max_size = {max_size} make no window"));
         }

@@ -1,25 +1,20 @@
 //! Layers written as a prompt-cache file of either layout, whole or not at all.
 //!
-//! Deterministic: metadata sorted, tensors by element size (so that all are aligned), then by path. Buffers are
-//! as long as the tokens they hold, in 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own.
+//! Tensors of equal element size stand in the order of their paths. Buffers are as long as the tokens they hold, in
+//! 0.32 too: mlx-lm 0.32.2 grows them at the next append as it grows its own.
 
 use super::container::RawTensor;
+use super::image::{Image, Piece};
 use super::layer::{KvClass, Layer};
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
-use crate::files;
-use crate::tensor::Tensor;
 use safetensors::Dtype;
-use safetensors::tensor::TensorInfo;
-use serde::Serialize;
 use std::collections::BTreeMap;
-use std::io::Write;
 use std::path::Path;
 
 /// What one leaf of the state tree becomes.
 enum Item<'a> {
-    Tensor(&'a Tensor),
-    Raw(&'a RawTensor),
+    Array(Piece<'a>),
     Counter(usize),
     Text(&'a str),
     None,
@@ -33,33 +28,14 @@ struct Plan<'a> {
     meta: BTreeMap<String, String>,
 }
 
-#[derive(Serialize)]
-struct Header<'a> {
-    __metadata__: &'a BTreeMap<String, String>,
-    #[serde(flatten)]
-    tensors: BTreeMap<String, TensorInfo>,
-}
-
-/// The bytes before the data section, and the items in the order of the data section.
-struct Image<'a> {
-    head: Vec<u8>,
-    items: Vec<Item<'a>>,
-    len: u64,
-}
-
 /// Bytes of the file that [`write`] makes.
 pub(super) fn file_size(cache: &PromptCache, layout: Layout) -> Result<u64> {
-    Ok(image(cache, layout)?.len)
+    Ok(image(cache, layout)?.len())
 }
 
 /// Writes the file whole or not at all and gives its bytes.
 pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<u64> {
-    let image = image(cache, layout)?;
-    files::replace_with(path, |out| {
-        out.write_all(&image.head)?;
-        image.items.iter().try_for_each(|item| item.write_to(out))
-    })?;
-    Ok(image.len)
+    image(cache, layout)?.write(path)
 }
 
 fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
@@ -77,22 +53,8 @@ fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
     }
     let metadata = plan.metadata(cache);
     let path = |path: &[usize]| path.iter().map(usize::to_string).collect::<Vec<_>>().join(".");
-    let mut items: Vec<_> = plan.items.into_iter().collect();
-    items.sort_by_key(|(_, item)| std::cmp::Reverse(item.dtype().bitsize())); // stable: then by path
-    let mut tensors = BTreeMap::new();
-    let mut at = 0;
-    for (key, item) in &items {
-        let end = at + item.len();
-        let info = TensorInfo { dtype: item.dtype(), shape: item.shape(), data_offsets: (at, end) };
-        tensors.insert(path(key), info);
-        at = end;
-    }
-    let mut head = serde_json::to_vec(&Header { __metadata__: &metadata, tensors })
-        .map_err(|e| refuse("header", "JSON".into(), &e.to_string()))?;
-    head.resize(head.len().next_multiple_of(8), b' ');
-    let head = [&(head.len() as u64).to_le_bytes()[..], &head].concat();
-    let len = (head.len() + at) as u64;
-    Ok(Image { head, items: items.into_iter().map(|(_, item)| item).collect(), len })
+    let pieces = plan.items.into_iter().map(|(key, item)| (path(&key), item.into_piece())).collect();
+    Image::new(&metadata, pieces).map_err(|e| refuse("header", "JSON".into(), &e))
 }
 
 fn refuse(field: &'static str, value: String, reason: &str) -> Error {
@@ -125,13 +87,13 @@ impl<'a> Plan<'a> {
                 );
             }
             Layer::Kv { kv: Some(p), .. } | Layer::Rotating { kv: Some(p), .. } => {
-                self.put(&path, &[0], Item::Tensor(&p.keys));
-                self.put(&path, &[1], Item::Tensor(&p.values));
+                self.put(&path, &[0], Item::Array(Piece::Tensor(&p.keys)));
+                self.put(&path, &[1], Item::Array(Piece::Tensor(&p.values)));
             }
             Layer::Quantized { kv: Some(p), .. } => {
                 for (side, packed) in [&p.keys, &p.values].into_iter().enumerate() {
                     for (j, x) in [&packed.words, &packed.scales, &packed.biases].into_iter().enumerate() {
-                        self.put(&path, &[side, j], Item::Tensor(x));
+                        self.put(&path, &[side, j], Item::Array(Piece::Tensor(x)));
                     }
                 }
             }
@@ -145,7 +107,8 @@ impl<'a> Plan<'a> {
                 if arrays.is_empty() {
                     return Err("mlx-lm cannot load an ArraysCache of no arrays");
                 }
-                let optional = |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, Item::Raw);
+                let optional =
+                    |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, |x| Item::Array(Piece::Raw(x)));
                 if new {
                     self.put(&path, &[1], optional(left_padding));
                     self.put(&path, &[2], optional(lengths));
@@ -178,7 +141,11 @@ impl<'a> Plan<'a> {
                 }
                 for (name, x) in tensors {
                     let tail: Result<Vec<usize>, _> = name.split('.').map(str::parse).collect();
-                    self.put(&path, &tail.map_err(|_| "a tensor has no tree path for a name")?, Item::Raw(x));
+                    self.put(
+                        &path,
+                        &tail.map_err(|_| "a tensor has no tree path for a name")?,
+                        Item::Array(Piece::Raw(x)),
+                    );
                 }
             }
         }
@@ -258,61 +225,31 @@ fn counters(layer: &Layer) -> Fields {
     fields
 }
 
-impl Item<'_> {
+impl<'a> Item<'a> {
     /// The entry in the table of 0.32.
     fn kind(&self) -> Option<&'static str> {
         match self {
-            Item::Tensor(_) | Item::Raw(_) => None,
+            Item::Array(_) => None,
             Item::Counter(_) => Some("scalar"),
             Item::Text(_) => Some("string"),
             Item::None => Some("none"),
         }
     }
 
-    fn dtype(&self) -> Dtype {
+    /// The tensor that stands for the leaf.
+    fn into_piece(self) -> Piece<'a> {
+        let made = |dtype, shape, bytes| Piece::Made(RawTensor { dtype, shape, bytes });
         match self {
-            Item::Tensor(Tensor::F32(_)) | Item::None => Dtype::F32,
-            Item::Tensor(Tensor::F16(_)) => Dtype::F16,
-            Item::Tensor(Tensor::BF16(_)) => Dtype::BF16,
-            Item::Tensor(Tensor::U32(_)) => Dtype::U32,
-            Item::Tensor(Tensor::U8(_)) => Dtype::U8,
-            Item::Tensor(Tensor::I32(_)) | Item::Text(_) => Dtype::I32,
-            Item::Counter(n) if i32::try_from(*n).is_ok() => Dtype::I32,
-            Item::Counter(_) => Dtype::I64,
-            Item::Raw(x) => x.dtype,
-        }
-    }
-
-    fn shape(&self) -> Vec<usize> {
-        match self {
-            Item::Tensor(x) => x.shape().to_vec(),
-            Item::Raw(x) => x.shape.clone(),
-            Item::Counter(_) => vec![],
-            Item::Text(s) => vec![s.chars().count()],
-            Item::None => vec![0],
-        }
-    }
-
-    fn len(&self) -> usize {
-        match self {
-            Item::Tensor(x) => x.nbytes(),
-            Item::Raw(x) => x.bytes.len(),
-            Item::Counter(_) => self.dtype().bitsize() / 8,
-            Item::Text(s) => 4 * s.chars().count(),
-            Item::None => 0,
-        }
-    }
-
-    fn write_to(&self, out: &mut dyn Write) -> std::io::Result<()> {
-        match self {
-            Item::Raw(x) => out.write_all(&x.bytes),
-            Item::None => Ok(()),
-            Item::Counter(n) => match i32::try_from(*n) {
-                Ok(n) => out.write_all(&n.to_le_bytes()),
-                Err(_) => out.write_all(&(*n as u64).to_le_bytes()),
+            Item::Array(piece) => piece,
+            Item::Counter(n) => match i32::try_from(n) {
+                Ok(n) => made(Dtype::I32, vec![], n.to_le_bytes().into()),
+                Err(_) => made(Dtype::I64, vec![], (n as u64).to_le_bytes().into()),
             },
-            Item::Text(s) => s.chars().try_for_each(|c| out.write_all(&(c as u32).to_le_bytes())),
-            Item::Tensor(x) => out.write_all(&x.row_major_bytes()),
+            Item::Text(s) => {
+                let points = s.chars().flat_map(|c| (c as u32).to_le_bytes()).collect();
+                made(Dtype::I32, vec![s.chars().count()], points)
+            }
+            Item::None => made(Dtype::F32, vec![0], vec![]),
         }
     }
 }

@@ -89,7 +89,7 @@ impl Client {
         self.ask(|folder| {
             cache.write(folder.join(&segment), cache.layout)?;
             let (id, segment, kind) = (id.clone(), segment.clone(), kind.clone());
-            Ok(Request::Park { id, segment, kind, priority, recipe: None })
+            Ok(Request::Park { id, segment, kind, priority, recipe: None, uneven: false })
         })
     }
 

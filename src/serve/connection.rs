@@ -98,20 +98,16 @@ fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Resul
     let pool = &server.pool;
     match request {
         Request::Ping | Request::Shutdown => {}
-        Request::Park { id, segment, kind, priority, recipe } => {
+        Request::Park { id, segment, kind, priority, recipe, uneven } => {
             let path = folder.segment(&segment)?;
-            let parked = park(server, &path, &id, &kind, priority, recipe.as_deref());
+            let parked = park(server, &path, [&id, &kind], priority, recipe.as_deref(), uneven);
             // The client may have removed it, and its folder goes anyway.
             drop(std::fs::remove_file(&path));
             return parked;
         }
         Request::Resume { id, layout } => return resume(server, folder, &id, layout.as_deref()),
         Request::Fork { from, to } => {
-            let first = pool.agents().into_iter().find(|a| a.id == from);
-            if let Some(first) = first.filter(|_| pool.agents().iter().all(|a| a.id != to)) {
-                pool.allocate(&to, &first.kind, first.priority)?;
-            }
-            pool.fork(&from, &to)?;
+            pool.fork_or_allocate(&from, &to)?;
         }
         Request::Pin { id } => pool.pin(&id)?,
         Request::Unpin { id } => pool.unpin(&id)?,
@@ -128,10 +124,10 @@ fn answer(server: &Server, folder: &mut ClientFolder, request: Request) -> Resul
 fn park(
     server: &Server,
     path: &std::path::Path,
-    id: &str,
-    kind: &str,
+    [id, kind]: [&str; 2],
     priority: f32,
     recipe: Option<&str>,
+    uneven: bool,
 ) -> Result<Reply> {
     let recipe = match recipe {
         Some(text) => text.parse()?,
@@ -139,20 +135,17 @@ fn park(
     };
     let archive = server.gate.run(|| -> Result<Archive> {
         let cache = PromptCache::read(path)?;
+        if !uneven {
+            cache.check_even()?;
+        }
         // An agent that comes back keeps the codes of what it was given.
-        let before = server.pool.get(id).ok();
+        let before = server.pool.peek(id).and_then(|parcel| parcel.join()).ok();
         Archive::compress_after(before.as_ref(), &cache, &Compressor::new(recipe), || ())
     })?;
     let stats = archive.stats();
-    let known = server.pool.agents().iter().any(|a| a.id == id);
-    server.pool.allocate(id, kind, priority)?;
-    let stored = server.pool.store(id, archive);
-    if stored.is_err() && !known {
-        // A refused agent leaves no trace.
-        server.pool.remove(id)?;
-    }
+    let outcome = server.pool.park(id, kind, priority, archive)?;
     let bits = [stats.avg_k_bits, stats.avg_v_bits];
-    Ok(Reply::Parked { outcome: stored?, fp16_bytes: stats.fp16_bytes, bits })
+    Ok(Reply::Parked { outcome, fp16_bytes: stats.fp16_bytes, bits })
 }
 
 fn resume(server: &Server, folder: &mut ClientFolder, id: &str, layout: Option<&str>) -> Result<Reply> {

@@ -32,6 +32,9 @@ pub enum Request {
         /// Recipe in place of the server's.
         #[serde(default)]
         recipe: Option<String>,
+        /// Whether layers may hold different numbers of tokens.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        uneven: bool,
     },
     /// Unpacks an agent's cache into a file of the client's folder. The pool keeps it.
     Resume {
@@ -141,6 +144,7 @@ mod tests {
             kind: String::new(),
             priority: 1.0,
             recipe: None,
+            uneven: false,
         };
         assert_eq!(park, want);
         for bad in

@@ -176,8 +176,12 @@ class Pool:
         priority: float = 1.0,
         recipe: Optional[str] = None,
         metadata: Optional[dict[str, str]] = None,
+        uneven: bool = False,
     ) -> Parked:
-        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed."""
+        """Packs a prompt cache and holds it for the agent `id`, in place of what it had. The cache itself is not changed.
+
+        Layers that stand at different tokens are refused, unless `uneven` says that it is meant.
+        """
         for layer, entry in enumerate(cache):
             if type(entry).__name__.startswith("Batch"):
                 name = type(entry).__name__
@@ -196,6 +200,8 @@ class Pool:
             path = folder / segment
             save_prompt_cache(str(path), cache, metadata or {})
 
+        if uneven:
+            request["uneven"] = True
         try:
             reply = self._call(request, save)
         finally:
