@@ -205,6 +205,8 @@ class Pool:
             path = folder / segment
             save_prompt_cache(str(path), cache, metadata or {})
 
+        if uneven:
+            request["uneven"] = True
         try:
             reply = self._call(request, save)
         finally:
