@@ -21,7 +21,7 @@ pub(crate) use container::Container;
 pub use container::RawTensor;
 pub(crate) use image::{Image, Piece};
 pub use layer::{KvClass, KvKind, Layer, Pair};
-pub use offsets::usual_offset;
+pub use offsets::{place_in_layer, usual_offsets};
 pub use ring::Ring;
 
 use crate::error::{Error, Result};

@@ -6,7 +6,7 @@ use serde::Serialize;
 use std::path::PathBuf;
 use turbomoq::archive::{Archive, Entry};
 use turbomoq::compressor::CompressedSide;
-use turbomoq::prompt_cache::{Layer, PromptCache, usual_offset};
+use turbomoq::prompt_cache::{Layer, PromptCache, place_in_layer, usual_offsets};
 use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.
@@ -64,10 +64,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             Err(other) => return Err(other),
         },
     };
-    let usual = usual_offset(contents.layers.iter().filter_map(|row| row.offset));
-    for row in &mut contents.layers {
-        row.odd = row.offset.is_some() && row.offset != usual;
-    }
+    let offsets = contents.layers.iter().filter_map(|row| Some((row.layer.as_str(), row.offset?)));
+    let usual = usual_offsets(offsets);
+    let odd = |row: &Row| row.offset.is_some_and(|offset| usual[place_in_layer(&row.layer)] != offset);
+    let odd: Vec<bool> = contents.layers.iter().map(odd).collect();
+    contents.layers.iter_mut().zip(odd).for_each(|(row, odd)| row.odd = odd);
     if arguments.json {
         print_json(&contents);
         return Ok(());
@@ -99,8 +100,8 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         ]);
     }
     say!("{table}");
-    if let (Some(usual), true) = (usual, contents.layers.iter().any(|row| row.odd)) {
-        say!("(!) most layers stand at token {usual}: `compress` takes such a cache with --uneven only");
+    if contents.layers.iter().any(|row| row.odd) {
+        say!("(!) not at the token of the other layers: `compress` takes such a cache with --uneven only");
     }
     Ok(())
 }

@@ -21,29 +21,41 @@ impl PromptCache {
         out
     }
 
-    /// Refuses layers with different numbers of tokens.
+    /// Refuses layers with different numbers of tokens. Members of lists are compared with those at the same place in other lists: what
+    /// a list holds is the matter of its model.
     ///
     /// # Errors
     /// [`Error::Unsupported`] names the first layer that differs from most.
     pub fn check_even(&self) -> Result<()> {
         let offsets = self.offsets();
-        let Some(usual) = usual_offset(offsets.iter().map(|o| o.2)) else { return Ok(()) };
-        match offsets.iter().find(|o| o.2 != usual) {
-            None => Ok(()),
-            Some((at, class, offset)) => Err(Error::Unsupported {
-                field: "tokens of a layer",
-                value: format!("{offset} in layer {at} ({class})"),
-                reason: format!(
-                    "the other layers stand at {usual}; to pack them nevertheless, ask for uneven layers"
-                ),
-            }),
+        let usual = usual_offsets(offsets.iter().map(|(at, _, offset)| (at.as_str(), *offset)));
+        for (at, class, offset) in &offsets {
+            let usual = usual[place_in_layer(at)];
+            if *offset != usual {
+                return Err(Error::Unsupported {
+                    field: "tokens of a layer",
+                    value: format!("{offset} in layer {at} ({class})"),
+                    reason: format!(
+                        "the other layers stand at {usual}; to pack them nevertheless, ask for uneven layers"
+                    ),
+                });
+            }
         }
+        Ok(())
     }
 }
 
-/// The offset of most layers, the greater one if two are as frequent.
-pub fn usual_offset(offsets: impl IntoIterator<Item = usize>) -> Option<usize> {
-    let mut counts: BTreeMap<usize, usize> = BTreeMap::new();
-    offsets.into_iter().for_each(|offset| *counts.entry(offset).or_default() += 1);
-    counts.into_iter().max_by_key(|&(offset, count)| (count, offset)).map(|(offset, _)| offset)
+/// The place of a cache inside its layer: nothing for a layer that is no list, `1` for `3.1`.
+pub fn place_in_layer(at: &str) -> &str {
+    at.split_once('.').map_or("", |(_, inside)| inside)
+}
+
+/// The offset of most caches at each place inside a layer, the greater one if two are as frequent.
+pub fn usual_offsets<'a>(offsets: impl IntoIterator<Item = (&'a str, usize)>) -> BTreeMap<&'a str, usize> {
+    let mut counts: BTreeMap<&str, BTreeMap<usize, usize>> = BTreeMap::new();
+    for (at, offset) in offsets {
+        *counts.entry(place_in_layer(at)).or_default().entry(offset).or_default() += 1;
+    }
+    let most = |counts: BTreeMap<usize, usize>| counts.into_iter().max_by_key(|&(offset, n)| (n, offset));
+    counts.into_iter().filter_map(|(place, counts)| Some((place, most(counts)?.0))).collect()
 }
