@@ -209,15 +209,14 @@ impl Archive {
 
     fn read_with(path: &Path, verify: bool) -> Result<Archive> {
         let mut file = Container::open(path)?;
-        let Manifest { version, recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
+        let Manifest { recipe, layout, metadata, layers, .. } = Manifest::read(&mut file, verify)?;
         let layout = layout.parse().map_err(|e: Error| file.bad(format!("manifest: {e}")))?;
         let budget = RefCell::default();
         let mut kv_layers = 0;
         let layers = layers.into_iter().enumerate().map(|(layer, manifest)| {
-            let (at, ordinal) = (layer.to_string(), kv_layers);
+            let (at, kv_layer) = (layer.to_string(), kv_layers);
             kv_layers += usize::from(manifest.is_kv());
-            let kv_layer = if version == 1 { layer } else { ordinal };
-            Reader { file: &file, recipe: &recipe, at, kv_layer, budget: &budget }.entry(manifest)
+            Reader { file: &file, recipe: &recipe, at, layer, kv_layer, budget: &budget }.entry(manifest)
         });
         let layers = layers.collect::<Result<_>>()?;
         match file.unread() {

@@ -19,7 +19,9 @@ pub(super) struct Reader<'a> {
     pub(super) recipe: &'a Recipe,
     /// Place in the file, `3` or `3.1` inside a list.
     pub(super) at: String,
-    /// Ordinal of the layer among those with keys and values; in files of version 1 its index in the model.
+    /// Index of the layer in the model.
+    pub(super) layer: usize,
+    /// Its ordinal among the layers with keys and values.
     pub(super) kv_layer: usize,
     /// Of the codecs of the whole file.
     pub(super) budget: &'a RefCell<Budget>,
@@ -160,16 +162,18 @@ impl Reader<'_> {
         manifest.codec.map_or(Ok(()), |spec| self.follows_recipe(side, &spec))
     }
 
-    /// A codec with another seed would read the codes as noise.
+    /// A codec with another seed would read the codes as noise. Releases that wrote version 1 counted all layers of the model, and what
+    /// they packed keeps its seeds.
     fn follows_recipe(&self, side: Side, spec: &CodecSpec) -> Result<()> {
         let bad = |e: &dyn std::fmt::Display| self.bad(format!("{side}: codec {spec}: {e}"));
-        match self.recipe.spec(side, self.kv_layer, spec.head_dim).map_err(|e| bad(&e))? {
-            Some(wanted) if wanted.seed == spec.seed => Ok(()),
-            wanted => {
-                let wanted = wanted.map_or("exact".into(), |wanted| wanted.to_string());
-                Err(bad(&format!("the recipe says {wanted} for KV layer {}", self.kv_layer)))
-            }
+        let wanted = |layer| self.recipe.spec(side, layer, spec.head_dim);
+        let own = wanted(self.kv_layer).map_err(|e| bad(&e))?;
+        let follows = |wanted: Option<CodecSpec>| wanted.is_some_and(|wanted| wanted.seed == spec.seed);
+        if follows(own) || wanted(self.layer).is_ok_and(follows) {
+            return Ok(());
         }
+        let own = own.map_or("exact".into(), |own| own.to_string());
+        Err(bad(&format!("the recipe says {own} for KV layer {}", self.kv_layer)))
     }
 
     fn side(&self, side: Side, manifest: SideManifest) -> Result<CompressedSide<Tensor>> {

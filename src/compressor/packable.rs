@@ -1,8 +1,8 @@
 //! Whether codes unpack to numbers that are near the rows they were made from: rows too large for a codec are refused by name.
 //!
-//! A squared norm above 3.4e38 gives the scale NaN, and a scale above the greatest of its format is stored as the greatest. The
-//! former is found among the scales alone. The latter may be right to a rounding, so such a row is unpacked and compared: if it has
-//! to be multiplied by more than [`SHORT`] to come nearest to the original, it was cut short.
+//! A row whose squared norm is above 3.4e38 unpacks to NaN, and a scale above the greatest of its format is stored as the greatest.
+//! The former is found among the rows. The latter may be right to a rounding, so such a row is unpacked and compared: if it has to be
+//! multiplied by more than [`SHORT`] to come nearest to the original, it was cut short.
 
 use crate::codes::{Codes, Frame};
 use crate::engine::Engine;
@@ -37,6 +37,19 @@ pub(super) fn check<E: Engine>(
         let reason = format!("{name}, {place}: {why}");
         Err(Error::Unsupported { field: "value", value: value.to_string(), reason })
     };
+    // Half floats are never so large.
+    if rows.float() != Some(Dtype::F16) {
+        let dim = rows.shape()[3].max(1);
+        if let Some(row) = rows.to_f32()?.chunks_exact(dim).position(|row| !crate::frame::finite(row)) {
+            let [b, h, t] = [row / (heads * tokens), row / tokens % heads, row % tokens];
+            let (at, value) = greatest(rows, [b..b + 1, h..h + 1, t..t + 1])?;
+            return refuse(
+                at,
+                value,
+                "too large for any codec: the squared norm of the row is no finite number",
+            );
+        }
+    }
     if frame.check_entries().is_err() {
         let (at, value) = greatest(rows, [0..sequences, 0..heads, 0..tokens])?;
         return refuse(at, value, "too large for the tables of a frame");
