@@ -81,7 +81,7 @@ fn t54_what_a_dead_server_left_half_written_is_no_cache() {
     std::fs::write(spill.join(".turbomoq-x1"), &bytes[..header]).unwrap();
     // A later version of the format, of another agent.
     let text = String::from_utf8(bytes[8..header].to_vec()).unwrap();
-    let changed = text.replace(r#"\"version\":1,"#, r#"\"version\":9,"#);
+    let changed = text.replace(r#"\"version\":2,"#, r#"\"version\":9,"#);
     let changed = changed.replace(r#"\\\"id\\\":\\\"a\\\""#, r#"\\\"id\\\":\\\"z\\\""#);
     assert!(changed.contains("9,") && changed.contains('z') && changed.len() == text.len(), "{text}");
     let newer = [&bytes[..8], changed.as_bytes(), &bytes[header..]].concat();

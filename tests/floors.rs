@@ -20,10 +20,10 @@ const FLOORS: [(&str, &[&str]); 6] = [
             "trellis_search",
         ],
     ),
-    ("definition", &["attention", "codec", "codes", "frame", "grid", "recipe"]),
+    ("definition", &["attention", "codec", "codes", "frame", "grid", "recipe", "tile"]),
     ("engines", &["cpu", "engine", "graph", "kernels", "mlx_ops"]),
     ("caches", &["cache", "calibration", "compressor", "policy", "pool"]),
-    ("edges", &["archive", "cli", "files", "lib", "main", "prompt_cache", "report", "serve"]),
+    ("edges", &["archive", "cli", "files", "folders", "lib", "main", "prompt_cache", "report", "serve"]),
 ];
 
 /// Names that lib.rs exports, and the modules they come from.

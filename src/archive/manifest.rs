@@ -126,6 +126,17 @@ impl Manifest {
         Ok(manifest)
     }
 
+    /// What the user stored beside the cache in a file of a later version, as far as this version can read that.
+    pub(super) fn metadata_of_later(file: &Container) -> Option<BTreeMap<String, String>> {
+        #[derive(Deserialize)]
+        struct Head {
+            version: u32,
+            metadata: BTreeMap<String, String>,
+        }
+        let head: Head = serde_json::from_str(file.metadata.get(KEY)?).ok()?;
+        (head.version > VERSION).then_some(head.metadata)
+    }
+
     /// The checksum of a manifest's text.
     pub(super) fn checksum(text: &str) -> String {
         Checksum(xxhash_rust::xxh3::xxh3_64(text.as_bytes())).into()

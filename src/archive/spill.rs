@@ -80,8 +80,12 @@ fn is_ours(name: &str) -> bool {
 
 fn label_of(path: &Path) -> Result<Label> {
     let mut file = Container::open(path)?;
-    let manifest = Manifest::read(&mut file, true)?;
-    let text = manifest.metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
+    let metadata = match Manifest::read(&mut file, true) {
+        Ok(manifest) => manifest.metadata,
+        // What a later release has written is not for this one to set aside; whoever resumes it is told the version.
+        Err(error) => Manifest::metadata_of_later(&file).ok_or(error)?,
+    };
+    let text = metadata.get(LABEL).ok_or_else(|| file.bad("no agent is named"))?;
     serde_json::from_str(text).map_err(|e| file.bad(format!("agent: {e}")))
 }
 

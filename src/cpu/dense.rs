@@ -7,7 +7,7 @@ use crate::error::Result;
 use crate::tensor::{Element, Tensor};
 use crate::tile;
 use half::{bf16, f16};
-use ndarray::Axis;
+use ndarray::{Array2, ArrayView2, Axis};
 use std::sync::Arc;
 
 /// [B, H, T, D] to [B, H, T/g * D, g]: the channels of every tile of g tokens.
@@ -82,15 +82,15 @@ fn check_rows(x: &Tensor, rows: &Tensor, shared: usize) -> Result<()> {
 fn per_head(
     x: &Tensor,
     rows: &Tensor,
-    product: impl Fn(ndarray::ArrayView2<f32>, ndarray::ArrayView2<f32>) -> ndarray::Array2<f32>,
+    product: impl Fn(ArrayView2<f32>, ArrayView2<f32>) -> Array2<f32>,
 ) -> Result<Vec<f32>> {
     let ([b, h, t, d], [_, hq, l, n]) = (shape4(x)?, shape4(rows)?);
     let (x, rows) = (x.to_f32()?, rows.to_f32()?);
     let q = hq / h * l;
     let mut out = Vec::new();
     for head in 0..b * h {
-        let x = ndarray::ArrayView2::from_shape((t, d), &x[head * t * d..][..t * d]);
-        let r = ndarray::ArrayView2::from_shape((q, n), &rows[head * q * n..][..q * n]);
+        let x = ArrayView2::from_shape((t, d), &x[head * t * d..][..t * d]);
+        let r = ArrayView2::from_shape((q, n), &rows[head * q * n..][..q * n]);
         if let (Ok(x), Ok(r)) = (x, r) {
             out.extend(product(r, x).iter());
         }
@@ -119,5 +119,21 @@ pub fn dense_scores(keys: &Tensor, queries: &Tensor) -> Result<Tensor> {
 pub fn dense_sum(values: &Tensor, weights: &Tensor) -> Result<Tensor> {
     check_rows(values, weights, 2)?;
     let shape = [weights.shape()[0], weights.shape()[1], weights.shape()[2], values.shape()[3]];
-    Tensor::new(&shape, per_head(values, weights, |w, v| w.dot(&v))?)
+    Tensor::new(&shape, per_head(values, weights, |w, v| visible_sum(&w, &v))?)
+}
+
+/// `weights` [q, T] times `values` [T, D], in which a weight of zero hides a row that is not finite.
+fn visible_sum(weights: &ArrayView2<f32>, values: &ArrayView2<f32>) -> Array2<f32> {
+    let finite = |t: &usize| values.row(*t).iter().all(|x| x.is_finite());
+    let bad: Vec<usize> = (0..values.nrows()).filter(|t| !finite(t)).collect();
+    if bad.is_empty() {
+        return weights.dot(values);
+    }
+    let mut rest = values.to_owned();
+    bad.iter().for_each(|&t| rest.row_mut(t).fill(0.0));
+    let mut sums = weights.dot(&rest);
+    for (mut sum, weights) in sums.outer_iter_mut().zip(weights.outer_iter()) {
+        bad.iter().filter(|t| weights[**t] != 0.0).for_each(|&t| sum.scaled_add(weights[t], &values.row(t)));
+    }
+    sums
 }

@@ -14,6 +14,7 @@ pub mod probe;
 mod products;
 mod rows;
 mod simd;
+mod unpack;
 pub(crate) mod workers;
 
 use crate::attention::{Rules, Segment};

@@ -186,8 +186,10 @@ fn tiles(
     let (w, s) = (channel.row_words(), channel.row_scales());
     let (mut run, mut scratch) = (vec![0f32; group], channel.scratch());
     for (tile, out) in out.chunks_exact_mut(group * d).enumerate() {
-        let (words, scales) =
+        let (words, marked) =
             (&words[tile * group * codec.row_words()..], &scales[tile * group * codec.row_scales()..]);
+        let mut scales = marked[..2 * d].to_vec();
+        let bad = turbomoq::tile::take_marks(&mut scales, group);
         for c in 0..d {
             channel.decode_row(
                 Default::default(),
@@ -197,6 +199,10 @@ fn tiles(
                 &mut scratch,
             );
             run.iter().enumerate().for_each(|(i, x)| out[i * d + c] = x + centre.map_or(0.0, |m| m[c]));
+        }
+        // A token that is not finite is marked, and NaN in every channel.
+        for (row, _) in out.chunks_exact_mut(d).zip(bad.unwrap_or_default()).filter(|(_, bad)| *bad) {
+            row.fill(f32::NAN);
         }
     }
 }
