@@ -52,7 +52,7 @@ def words(_):
     assert all(same(state, states[0]) for state in states), "chunks of another size, other words"
 
     worst = (0, 0)
-    for dim in (64, 80, 96, 112, 128, 256):
+    for dim in (64, 72, 80, 96, 112, 128, 256):
         for bits in codec.WIDTHS:
             kv = rows(128, dim, dim=dim, dtype=mx.float32)
             for side in (library.KEY, library.VALUE):
@@ -66,8 +66,8 @@ def words(_):
     os.environ["TURBOMOQ_LIBRARY"], kept = "/nowhere/lib.so", os.environ["TURBOMOQ_LIBRARY"]
     refused(LibraryNotFound, "cargo build --release -p turbomoq-c", library.load.__wrapped__)
     os.environ["TURBOMOQ_LIBRARY"] = kept
-    for dim in (72, 576):
-        refused(Unsupported, f"head dim {dim} of layer 5's keys", lambda: fill_dim(dim))
+    fill_dim(72)
+    refused(Unsupported, "head dim 576 of layer 5's keys", lambda: fill_dim(576))
     print(f"mlx-lm {mlx_lm.__version__}: at most {worst[0]:.1e} of a codec's codes differ from the C library's, by {worst[1]}")
 
 

@@ -193,8 +193,6 @@ class Pool:
         self._count += 1
         segment = f"p{self._count}.safetensors"
         request = {"op": "park", "id": id, "segment": segment, "kind": kind, "priority": priority, "recipe": recipe}
-        if uneven:
-            request["uneven"] = True
         path = None
 
         def save(folder: pathlib.Path) -> None:
