@@ -418,4 +418,21 @@ fn numbers_without_bound_are_refused_and_not_wrapped() {
     place.bad("compress in.safetensors --recipe best@4,sinks=18446744073709551615", 1, &["sinks"]);
     place.bad("compress in.safetensors --window 18446744073709551615", 1, &["window"]);
     place.bad("compress in.safetensors --sinks 18446744073709551615", 1, &["sinks"]);
+    place.bad(
+        "plan --tokens 67108864 --layers 67108864 --kv-heads 67108864",
+        1,
+        &["67108864 layers", "heads"],
+    );
+    let plan =
+        place.json("plan --tokens 67108864 --layers 65536 --kv-heads 65536 --head-dim 512 --policy none");
+    assert!(
+        plan["fp16_bytes"].as_u64().unwrap() == u64::MAX && plan["bytes"].as_u64().unwrap() > 1 << 60,
+        "{plan}"
+    );
+    // More memory than there is, answered at once.
+    let rows = place.json("capacity --memory 1e17");
+    assert!(
+        rows["rows"].as_array().unwrap().iter().all(|row| row["context"].as_u64().unwrap() >= 1 << 25),
+        "{rows}"
+    );
 }

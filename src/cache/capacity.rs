@@ -8,7 +8,7 @@ use super::report::DRAFT;
 use super::tiers::tier_codecs;
 use crate::codec::Codec;
 use crate::compressor::BLOCK;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::policy::{Action, Block, ModelShape, ProgressivePolicy, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::Side;
@@ -53,8 +53,13 @@ impl Plan {
     /// The plan of caches by a recipe and a policy.
     ///
     /// # Errors
-    /// [`crate::Error::Unsupported`] if the recipe has no form for these head dims or at a tier's bits.
+    /// [`crate::Error::Unsupported`] if the recipe has no form for these head dims or at a tier's bits, or the model has more than
+    /// 2^32 heads.
     pub fn new(recipe: &Recipe, policy: &TierPolicy, shape: &ModelShape) -> Result<Plan> {
+        if shape.layers.checked_mul(shape.kv_heads).is_none_or(|heads| heads > 1 << 32) {
+            let value = format!("{} layers of {} KV heads", shape.layers, shape.kv_heads);
+            return Err(Error::Unsupported { field: "shape", value, reason: "at most 2^32 heads".into() });
+        }
         let codec = |side, dim| -> Result<Option<Arc<Codec>>> {
             recipe.spec(side, 0, dim)?.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
         };
@@ -94,7 +99,7 @@ impl Plan {
             tokens,
             key_bits: 16.0,
             value_bits: 16.0,
-            bytes: heads * rows * 2 * (key_dim + value_dim),
+            bytes: product([heads, rows, 2 * (key_dim + value_dim)]),
         };
         let sinks = self.sinks.min(tokens);
         let (full, rest) = (self.window + BLOCK, tokens - sinks);
@@ -106,17 +111,9 @@ impl Plan {
         if sinks > 0 {
             parts.push(exact(SINKS, sinks, rows_for(sinks, self.sinks)));
         }
-        let mut tiers = vec![0; self.tiers.len()];
-        for (block, action) in self.blocks(sinks, count) {
-            match action {
-                Action::Keep => tiers[0] += block.len,
-                Action::Recode(tier) => tiers[tier] += block.len,
-                Action::Drop => {}
-            }
-        }
-        for (i, tokens) in tiers.into_iter().enumerate() {
+        for (i, tokens) in self.tokens_by_tier(sinks, count).into_iter().enumerate() {
             let [(key_bits, key), (value_bits, value)] = self.tiers[i];
-            let bytes = heads * tokens * (key + value);
+            let bytes = product([heads, tokens, key + value]);
             parts.push(PlanPart { tier: self.policy.name(i), tokens, key_bits, value_bits, bytes });
         }
         parts.push(exact(WINDOW, held, rows));
@@ -129,20 +126,73 @@ impl Plan {
         parts
     }
 
+    /// Packed tokens of each tier. Of a policy by age whole runs of blocks are counted at once: a search for the longest context asks
+    /// for millions of tokens.
+    fn tokens_by_tier(&self, sinks: usize, count: usize) -> Vec<usize> {
+        let mut tiers = vec![0; self.tiers.len()];
+        match &self.policy {
+            TierPolicy::None => tiers[0] = count * BLOCK,
+            TierPolicy::Progressive(policy) => {
+                let mut younger = 0;
+                for (tokens, tier) in tiers.iter_mut().zip(policy.tiers()) {
+                    let end =
+                        tier.until.map_or(count, |until| self.blocks_before(until).min(count)).max(younger);
+                    *tokens = (end - younger) * BLOCK;
+                    younger = end;
+                }
+            }
+            TierPolicy::Attention(_) => {
+                for (block, action) in self.blocks(sinks, count) {
+                    match action {
+                        Action::Keep => tiers[0] += block.len,
+                        Action::Recode(tier) => tiers[tier] += block.len,
+                        Action::Drop => {}
+                    }
+                }
+            }
+        }
+        tiers
+    }
+
+    /// How many of the newest blocks are younger than an age.
+    fn blocks_before(&self, until: usize) -> usize {
+        until.saturating_sub(self.window).div_ceil(BLOCK)
+    }
+
     /// Bytes that are kept while the newest of `count` blocks can be taken back: its exact rows, and older blocks that the policy has
     /// recoded or dropped together with it, as they were.
     fn draft_bytes(&self, sinks: usize, count: usize) -> usize {
         let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
-        let tier = |action: &Action| match action {
-            Action::Keep => Some(0),
-            Action::Recode(tier) => Some(*tier),
-            Action::Drop => None,
-        };
-        let (before, after) = (self.blocks(sinks, count.saturating_sub(1)), self.blocks(sinks, count));
-        let changed = before.iter().zip(&after).filter(|(b, a)| tier(&b.1) != tier(&a.1));
         let row = |tier: usize| self.tiers[tier][0].1 + self.tiers[tier][1].1;
-        let old = changed.filter_map(|(b, _)| Some(BLOCK * row(tier(&b.1)?)));
-        layers * kv_heads * (BLOCK * 2 * (key_dim + value_dim) + old.sum::<usize>())
+        let changed: Vec<usize> = match &self.policy {
+            TierPolicy::None => vec![],
+            TierPolicy::Progressive(policy) => {
+                // The blocks that the newest one has pushed over the end of a tier, counted from the newest of those before it.
+                let ends = policy
+                    .tiers()
+                    .iter()
+                    .filter_map(|tier| tier.until)
+                    .map(|until| self.blocks_before(until));
+                let mut pushed: Vec<usize> =
+                    ends.filter(|end| (1..count).contains(end)).map(|end| end - 1).collect();
+                pushed.dedup();
+                let was = |block: usize| policy.tier(block * BLOCK + self.window);
+                pushed.into_iter().map(was).filter(|tier| *tier < self.tiers.len()).collect()
+            }
+            TierPolicy::Attention(_) => {
+                let tier = |action: &Action| match action {
+                    Action::Keep => Some(0),
+                    Action::Recode(tier) => Some(*tier),
+                    Action::Drop => None,
+                };
+                let (before, after) =
+                    (self.blocks(sinks, count.saturating_sub(1)), self.blocks(sinks, count));
+                let changed = before.iter().zip(&after).filter(|(b, a)| tier(&b.1) != tier(&a.1));
+                changed.filter_map(|(b, _)| tier(&b.1)).collect()
+            }
+        };
+        let old: usize = changed.into_iter().map(|tier| BLOCK * row(tier)).sum();
+        product([layers, kv_heads, BLOCK * 2 * (key_dim + value_dim) + old])
     }
 
     /// What the policy would be shown, and its answer.
@@ -164,16 +214,16 @@ impl Plan {
 
     /// Bytes that caches of `tokens` tokens hold, [`super::LayerCache::nbytes`] of all layers unless tokens were trimmed.
     pub fn bytes(&self, tokens: usize) -> usize {
-        self.parts(tokens).iter().map(|p| p.bytes).sum()
+        sum(self.parts(tokens).iter().map(|p| p.bytes))
     }
 
     /// The most bytes that caches of up to `tokens` tokens hold while the last ones may be drafts.
     pub(super) fn most_bytes(&self, tokens: usize) -> usize {
         let rest = tokens - self.sinks.min(tokens);
         let count = if self.blocks { rest.saturating_sub(self.window + BLOCK).div_ceil(BLOCK) } else { 0 };
-        let held = self.parts(tokens).iter().filter(|p| p.tier != DRAFT).map(|p| p.bytes).sum::<usize>();
+        let held = sum(self.parts(tokens).iter().filter(|p| p.tier != DRAFT).map(|p| p.bytes));
         let draft = if count > 0 && self.draft > 0 { self.draft_bytes(self.sinks, count) } else { 0 };
-        held + draft
+        held.saturating_add(draft)
     }
 
     /// Bytes of what the tokens need, [`super::LayerCache::used_bytes`] of all layers: [`Plan::bytes`] less exact rows that hold no
@@ -184,13 +234,13 @@ impl Plan {
         let exact = |p: &PlanPart| p.tier == SINKS || p.tier == WINDOW;
         let parts = self.parts(tokens);
         let parts = parts.iter().filter(|p| p.tier != DRAFT);
-        parts.map(|p| if exact(p) { p.tokens * row } else { p.bytes }).sum()
+        sum(parts.map(|p| if exact(p) { p.tokens.saturating_mul(row) } else { p.bytes }))
     }
 
     /// Bytes of the same keys and values in half precision, without any allowance.
     pub fn fp16_bytes(&self, tokens: usize) -> usize {
         let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
-        layers * kv_heads * tokens * 2 * (key_dim + value_dim)
+        product([layers, kv_heads, tokens, 2 * (key_dim + value_dim)])
     }
 
     /// The longest cache that fits into `budget` bytes, also while its newest block can be taken back. More than 2^26 tokens are not
@@ -198,6 +248,15 @@ impl Plan {
     pub fn capacity(&self, budget: usize) -> usize {
         longest(budget, |tokens| self.most_bytes(tokens))
     }
+}
+
+/// More bytes than there are stand for all that no machine has; they never wrap.
+fn product<const N: usize>(factors: [usize; N]) -> usize {
+    factors.into_iter().fold(1, usize::saturating_mul)
+}
+
+fn sum(bytes: impl Iterator<Item = usize>) -> usize {
+    bytes.fold(0, usize::saturating_add)
 }
 
 /// The most tokens, up to 2^26, whose bytes are within a budget.

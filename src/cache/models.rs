@@ -96,7 +96,7 @@ impl ModelPlan {
 
     /// Bytes of a cache of `tokens` tokens.
     pub fn bytes(&self, tokens: usize) -> usize {
-        self.plan.bytes(tokens) + self.sliding_bytes(tokens)
+        self.plan.bytes(tokens).saturating_add(self.sliding_bytes(tokens))
     }
 
     fn sliding_bytes(&self, tokens: usize) -> usize {
@@ -105,7 +105,7 @@ impl ModelPlan {
 
     /// The longest context whose cache fits into `budget` bytes, see [`Plan::capacity`].
     pub fn capacity(&self, budget: usize) -> usize {
-        longest(budget, |tokens| self.plan.most_bytes(tokens) + self.sliding_bytes(tokens))
+        longest(budget, |tokens| self.plan.most_bytes(tokens).saturating_add(self.sliding_bytes(tokens)))
     }
 
     /// Caches of `tokens` tokens that fit into `budget` bytes.

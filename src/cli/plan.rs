@@ -89,7 +89,7 @@ struct Measured {
 pub fn run(arguments: &Arguments) -> Result<()> {
     let recipe = arguments.recipe.recipe()?;
     if arguments.budget.budget.or(arguments.budget.stored).is_some() {
-        let tokens = arguments.tokens.unwrap_or(PARKED);
+        let tokens = count("tokens", arguments.tokens.unwrap_or(PARKED))?;
         return budget::run(arguments.input.as_deref(), &recipe, tokens, &arguments.budget, arguments.json);
     }
     let policy: TierPolicy = arguments.policy.parse()?;
@@ -126,9 +126,6 @@ pub fn run(arguments: &Arguments) -> Result<()> {
 }
 
 fn shape(arguments: &Arguments) -> Result<(ModelShape, usize)> {
-    let refuse = |field, value: usize| {
-        Err(Error::Unsupported { field, value: value.to_string(), reason: "1 to 2^26".into() })
-    };
     let given = |tokens: usize| arguments.tokens.unwrap_or(tokens);
     let (shape, tokens) = match &arguments.input {
         None => {
@@ -142,11 +139,17 @@ fn shape(arguments: &Arguments) -> Result<(ModelShape, usize)> {
         }
     };
     for (field, n) in [("tokens", tokens), ("layers", shape.layers), ("kv_heads", shape.kv_heads)] {
-        if n == 0 || n > 1 << 26 {
-            return refuse(field, n);
-        }
+        count(field, n)?;
     }
     Ok((shape, tokens))
+}
+
+/// A number of things that a model or a cache can have.
+fn count(field: &'static str, n: usize) -> Result<usize> {
+    match n {
+        1..=0x400_0000 => Ok(n),
+        _ => Err(Error::Unsupported { field, value: n.to_string(), reason: "1 to 2^26".into() }),
+    }
 }
 
 /// Fills one layer and looks at its buffers.
