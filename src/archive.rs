@@ -25,6 +25,7 @@ use crate::codes::{Buffer, Codes, Frame};
 use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats, check_rows};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::files::Outlives;
 use crate::pool::Pooled;
 use crate::prompt_cache::{Container, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
 use crate::recipe::Recipe;
@@ -188,7 +189,11 @@ impl Archive {
     /// # Errors
     /// [`Error::Io`] if the file cannot be written; then `path` is as it was.
     pub fn write(&self, path: impl AsRef<Path>) -> Result<u64> {
-        stream::write(self, &self.metadata, &|i| Ok(Cow::Borrowed(&self.layers[i])), path.as_ref())
+        self.write_as(path.as_ref(), Outlives::Power)
+    }
+
+    fn write_as(&self, path: &Path, outlives: Outlives) -> Result<u64> {
+        stream::write(self, &self.metadata, &|i| Ok(Cow::Borrowed(&self.layers[i])), path, outlives)
     }
 
     /// Reads a file that [`Archive::write`] made, of this format version or an older one.

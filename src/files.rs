@@ -18,15 +18,30 @@ const LINKS: usize = 40;
 /// # Errors
 /// [`Error::Io`] names the file.
 pub fn replace(path: &Path, parts: &[&[u8]]) -> Result<u64> {
-    replace_with(path, |out| parts.iter().try_for_each(|part| out.write_all(part)))?;
+    replace_with(path, Outlives::Power, |out| parts.iter().try_for_each(|part| out.write_all(part)))?;
     Ok(parts.iter().map(|part| part.len() as u64).sum())
+}
+
+/// What a file that was written has to outlive.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Outlives {
+    /// Its reader, who removes it a moment later: nothing is flushed.
+    Reader,
+    /// The machine's power: flushed. A folder that cannot be flushed (some file systems refuse) is no error, since the file is in place.
+    Power,
+    /// The machine's power, and somebody is told so: a folder that cannot be flushed is an error, though the file may be in place.
+    Answer,
 }
 
 /// As [`replace`], with the contents written by a function. A file that is replaced hands its permissions on.
 ///
 /// # Errors
 /// [`Error::Io`] names the file.
-pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<()> {
+pub fn replace_with(
+    path: &Path,
+    outlives: Outlives,
+    fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
+) -> Result<()> {
     let io = |source| Error::Io { path: path.into(), source };
     let found = fs::metadata(path).ok();
     let target = followed(path).map_err(io)?;
@@ -35,7 +50,7 @@ pub fn replace_with(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result
     if found.as_ref().is_some_and(special) {
         return write_through(path, fill).map_err(io);
     }
-    replace_file(&target, found.map(|found| found.permissions()), fill).map_err(io)
+    replace_file(&target, found.map(|found| found.permissions()), outlives, fill).map_err(io)
 }
 
 /// Writes to a device or a FIFO; what is written stays written if it fails half-way.
@@ -47,6 +62,7 @@ fn write_through(path: &Path, fill: impl FnOnce(&mut dyn Write) -> io::Result<()
 fn replace_file(
     path: &Path,
     permissions: Option<fs::Permissions>,
+    outlives: Outlives,
     fill: impl FnOnce(&mut dyn Write) -> io::Result<()>,
 ) -> io::Result<()> {
     let parent = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
@@ -65,13 +81,17 @@ fn replace_file(
     if let Some(permissions) = permissions {
         temporary.as_file().set_permissions(permissions)?;
     }
-    flush(temporary.as_file())?;
+    if outlives != Outlives::Reader {
+        flush(temporary.as_file())?;
+    }
     temporary.persist(path).map_err(|e| e.error)?;
-    // The rename is on the disk when the directory is. The file is replaced by now, so a directory that cannot be flushed (some
-    // file systems refuse) is no failure.
-    #[cfg(unix)]
-    drop(File::open(parent).and_then(|directory| flush(&directory)));
-    Ok(())
+    // The rename is on the disk when the folder is.
+    let flushed = match outlives {
+        Outlives::Reader => Ok(()),
+        _ if cfg!(not(unix)) => Ok(()),
+        _ => File::open(parent).and_then(|folder| flush(&folder)),
+    };
+    if outlives == Outlives::Answer { flushed } else { Ok(()) }
 }
 
 /// Brings a file to the disk. Network volumes of macOS refuse F_FULLFSYNC, which is what the standard library asks for there.

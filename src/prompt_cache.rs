@@ -163,7 +163,7 @@ impl PromptCache {
         take(layout, metadata, &mut source.layers())
     }
 
-    /// As [`PromptCache::write`] of a cache that is made one layer at a time.
+    /// As [`PromptCache::write`] of a cache that is made one layer at a time, for a reader who removes the file: nothing is flushed.
     ///
     /// # Errors
     /// As [`PromptCache::write`], and those of making a layer.

@@ -7,7 +7,7 @@
 use super::Archive;
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, Outlives};
 use crate::folders::HeldFolder;
 use crate::pool::{Label, Parcel, Spill};
 use crate::prompt_cache::Container;
@@ -92,7 +92,7 @@ fn label_of(path: &Path) -> Result<Label> {
 impl Spill<Archive> for SpillFolder {
     fn save(&self, label: &Label, cache: &Archive) -> Result<u64> {
         let metadata = self.labelled(label, &cache.metadata)?;
-        self.write(label, |path| Archive { metadata, ..cache.clone() }.write(path))
+        self.write(label, |path| Archive { metadata, ..cache.clone() }.write_as(path, Outlives::Answer))
     }
 
     fn save_parcel(&self, label: &Label, parcel: &Parcel<Archive>) -> Result<u64> {

@@ -9,6 +9,7 @@ use crate::compressor::{CompressedLayer, CompressedSide, Compressor, Stats};
 use crate::cpu::workers;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::files::Outlives;
 use crate::pool::Parcel;
 use crate::prompt_cache::{Image, Layers, Layout, ORIGIN_KEY, Offset, Piece, PromptCache};
 use crate::spec::Budget;
@@ -84,7 +85,7 @@ impl Archive {
         metadata: &BTreeMap<String, String>,
         path: &Path,
     ) -> Result<u64> {
-        write(parcel.rest(), metadata, &|i| Ok(Cow::Owned(layer_of(parcel, i)?)), path)
+        write(parcel.rest(), metadata, &|i| Ok(Cow::Owned(layer_of(parcel, i)?)), path, Outlives::Answer)
     }
 }
 
@@ -94,6 +95,7 @@ pub(super) fn write<'a>(
     metadata: &BTreeMap<String, String>,
     entry: &dyn Fn(usize) -> Result<Cow<'a, Entry>>,
     path: &Path,
+    outlives: Outlives,
 ) -> Result<u64> {
     let (mut tensors, mut checksums, mut layers) = (BTreeMap::new(), BTreeMap::new(), vec![]);
     for i in 0..cache.layers.len() {
@@ -111,7 +113,7 @@ pub(super) fn write<'a>(
     let metadata = BTreeMap::from([(KEY.to_string(), text), (CHECKSUM_KEY.to_string(), sum)]);
     let image = Image::new(&metadata, tensors.into_iter().collect()).map_err(bad)?;
     let current = RefCell::new(None);
-    image.write_late(path, &mut |name, put| {
+    image.write_late(path, outlives, &mut |name, put| {
         let index: usize = name.split('.').next().and_then(|i| i.parse().ok()).unwrap_or_default();
         if current.borrow().as_ref().is_none_or(|(i, _)| *i != index) {
             // The layer before goes first.

@@ -6,7 +6,7 @@
 
 use super::container::{RawTensor, byte_len, dtype_of};
 use crate::error::{Error, Result};
-use crate::files;
+use crate::files::{self, Outlives};
 use crate::tensor::Tensor;
 use safetensors::Dtype;
 use safetensors::tensor::TensorInfo;
@@ -131,7 +131,7 @@ impl<'a> Image<'a> {
     /// # Errors
     /// [`Error::Io`].
     pub(crate) fn write(&self, path: &Path) -> Result<u64, Error> {
-        self.write_late(path, &mut |_, _| Ok(()))
+        self.write_late(path, Outlives::Power, &mut |_, _| Ok(()))
     }
 
     /// As [`Image::write`]. `make` is asked for every late tensor by name, in the order of the file, and hands it over as it was
@@ -142,10 +142,11 @@ impl<'a> Image<'a> {
     pub(crate) fn write_late(
         &self,
         path: &Path,
+        outlives: Outlives,
         make: &mut dyn FnMut(&str, &mut dyn FnMut(&Piece) -> Result<(), Error>) -> Result<(), Error>,
     ) -> Result<u64, Error> {
         let mut failure = None;
-        let written = files::replace_with(path, |out| {
+        let written = files::replace_with(path, outlives, |out| {
             out.write_all(&self.head)?;
             for (name, piece) in &self.pieces {
                 let Piece::Late { .. } = piece else {

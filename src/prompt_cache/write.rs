@@ -10,6 +10,7 @@ use super::layer::{KvClass, Layer};
 use super::packed;
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
+use crate::files::Outlives;
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -67,7 +68,7 @@ pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Resu
         plan.classes.extend(one.classes);
     }
     let mut current: BTreeMap<usize, Layer> = BTreeMap::new();
-    plan.image(layers.metadata)?.write_late(path, &mut |name, put| {
+    plan.image(layers.metadata)?.write_late(path, Outlives::Reader, &mut |name, put| {
         let place: Vec<usize> = name.split('.').filter_map(|part| part.parse().ok()).collect();
         let index = place.first().copied().unwrap_or_default();
         // The layer before goes first.
