@@ -11,6 +11,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use turbomoq::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
 use turbomoq::cache::{KvCache, KvLayer, LayerShape};
+use turbomoq::files::Outlives;
 use turbomoq::pool::{Label, Spill};
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
 use turbomoq::spec::{CodecSpec, Side};
@@ -955,7 +956,7 @@ fn a_write_that_fails_leaves_what_was_there() {
         assert!(matches!(&error, Error::Io { path, .. } if *path == bad), "{error:?}");
     }
     // Contents that fail half-way.
-    let half_way = files::replace_with(&path, |out| {
+    let half_way = files::replace_with(&path, Outlives::Power, |out| {
         out.write_all(b"half")?;
         Err(std::io::Error::other("the disk is full"))
     });
@@ -985,7 +986,7 @@ fn links_are_followed_and_keep_their_place() {
     }
     // A private file stays private, and one that is written anew under another link is as it was.
     assert_eq!(std::fs::metadata(at("far/file")).unwrap().permissions().mode() & 0o777, 0o600);
-    let failed = files::replace_with(&at("second"), |_| Err(std::io::Error::other("full")));
+    let failed = files::replace_with(&at("second"), Outlives::Answer, |_| Err(std::io::Error::other("full")));
     assert!(failed.is_err() && std::fs::read_to_string(at("far/file")).unwrap() == "of second");
     assert!(
         matches!(files::replace(&at("loop"), &[b"x"]), Err(Error::Io { path, .. }) if path == at("loop"))
