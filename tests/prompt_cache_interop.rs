@@ -87,7 +87,8 @@ const DENSE: &str = "key=d128:b4:dense:lloyd,value=d128:b4:dense:lloyd,centred,s
 #[test]
 fn restored_caches_give_the_logits_of_the_uncompressed_one() {
     let Some(pythons) = pythons() else { return };
-    for (python, layout) in &pythons {
+    // The other release has the same models, and files that are compared bit for bit above.
+    for (python, layout) in pythons.iter().filter(|(_, layout)| *layout == Layout::V032) {
         let folder = tempfile::tempdir().unwrap();
         check(python, &[&"make", &folder.path()]);
         let out = folder.path().join("restored");

@@ -57,7 +57,7 @@ fn any_calls_on_a_cpu_cache_answer_as_the_row_form_does_and_every_form_runs() {
 }
 
 /// Cases of an ordinary run: each asks about forty times.
-const CPU_CASES: u64 = 320;
+const CPU_CASES: u64 = 200;
 
 #[cfg(feature = "mlx")]
 #[test]
