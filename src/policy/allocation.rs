@@ -58,6 +58,9 @@ impl Part {
     }
 }
 
+/// Most channels of all heads of a model together, far from overflow in every count of bits.
+const MOST_SCALARS: usize = 1 << 40;
+
 /// Widths of all parts, in their order, with `average` bits a scalar at most and each from `least` to `most` bits.
 ///
 /// # Errors
@@ -74,7 +77,11 @@ pub fn allocate(parts: &[Part], average: f64, least: u8, most: u8) -> Result<Vec
         let value = format!("layer {}, head {}, {}", bad.layer, bad.head, bad.side);
         return no("loss", value, "finite numbers".into());
     }
-    let scalars: usize = parts.iter().map(|p| p.channels).sum();
+    let scalars = parts.iter().try_fold(0usize, |sum, p| sum.checked_add(p.channels));
+    let Some(scalars) = scalars.filter(|scalars| *scalars <= MOST_SCALARS) else {
+        let widest = parts.iter().map(|p| p.channels).max().unwrap_or_default();
+        return no("channels", widest.to_string(), format!("at most {MOST_SCALARS} in all heads together"));
+    };
     let mut left = average * scalars as f64 - (scalars * usize::from(least)) as f64;
     let hulls: Vec<_> = parts.iter().map(|p| p.hull(least.into(), most.into())).collect();
     let mut steps: Vec<(f64, usize, usize)> = vec![];
@@ -168,6 +175,10 @@ mod tests {
             allocate(&[part(0, f64::NAN)], 4.0, 2, 8),
             Err(Error::Unsupported { field: "loss", .. })
         ));
+        let wide = Part { channels: usize::MAX, ..part(0, 1.0) };
+        for parts in [vec![wide.clone()], vec![wide.clone(), wide]] {
+            assert!(matches!(allocate(&parts, 4.0, 2, 8), Err(Error::Unsupported { field: "channels", .. })));
+        }
         assert!(plan(&[part(0, 1.0), part(0, 1.0)], &[2, 2]).is_err(), "a head named twice");
         assert!(plan(&[part(1, 1.0)], &[2]).is_err(), "no head 0");
     }
