@@ -288,4 +288,4 @@ def ends(folder, program):
 if __name__ == "__main__":
     # A shell that runs the tests in the background has its children ignore Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-{"classes": classes, "start": start, "go_on": go_on, "ends": ends}[sys.argv[1]](*sys.argv[2:])
+    {"classes": classes, "start": start, "go_on": go_on, "ends": ends}[sys.argv[1]](*sys.argv[2:])
