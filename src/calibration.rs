@@ -40,11 +40,15 @@ pub enum Unit {
     Layer,
 }
 
+/// Most channels of a head, as codecs have them.
+const MOST_DIM: usize = 8192;
+
 impl Calibration {
     /// From the losses of keys and of values, by layer and head; `source` says for people where they come from.
     ///
     /// # Errors
-    /// [`Error::Shape`] if there is not one entry for each head, [`Error::NonFinite`] for a loss that is not a finite number, or is
+    /// [`Error::Unsupported`] for heads of more than 8192 channels, [`Error::Shape`] if there is not one entry for each head,
+    /// [`Error::NonFinite`] for a loss that is not a finite number, or is
     /// below zero.
     pub fn new(
         shape: ModelShape,
@@ -52,8 +56,14 @@ impl Calibration {
         keys: Vec<[f64; MOST_BITS]>,
         values: Vec<[f64; MOST_BITS]>,
     ) -> Result<Calibration> {
+        for dim in [shape.key_dim, shape.value_dim] {
+            if dim > MOST_DIM {
+                let reason = format!("at most {MOST_DIM}");
+                return Err(Error::Unsupported { field: "head_dim", value: dim.to_string(), reason });
+            }
+        }
         for (what, losses) in [("key losses", &keys), ("value losses", &values)] {
-            if losses.len() != shape.layers * shape.kv_heads || losses.is_empty() {
+            if Some(losses.len()) != shape.layers.checked_mul(shape.kv_heads) || losses.is_empty() {
                 let expected = format!("{} layers of {} heads", shape.layers, shape.kv_heads);
                 return Err(Error::Shape { what, expected, got: vec![losses.len()] });
             }
