@@ -111,16 +111,9 @@ impl Archive {
     ) -> Result<Archive> {
         let before = before.filter(|b| b.recipe == *compressor.recipe());
         let mut metadata = cache.metadata.clone();
-        // Where the rows come from is no word of the user.
-        let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
-        let mut budget = Budget::default();
-        let mut kv_layers = 0;
+        let mut packer = Packer::new(compressor, &mut metadata);
         let layers = cache.layers.iter().enumerate().map(|(i, layer)| {
-            let ordinal = kv_layers;
-            kv_layers += usize::from(layer.is_kv());
-            let before = before.and_then(|b| b.layers.get(i));
-            let entry =
-                pack(layer, &i.to_string(), ordinal, compressor, before, origin.as_ref(), &mut budget);
+            let entry = packer.layer(i, layer, before.and_then(|b| b.layers.get(i)));
             done();
             entry
         });
@@ -265,67 +258,86 @@ impl Pooled for Archive {
     }
 }
 
-/// Packs a layer, if it has keys and values of tokens. Its place in the model is `at`, its ordinal among the layers with keys and values
-/// `kv_layer`, as recipes count them. `budget` counts the codecs of the cache.
-fn pack<E: Engine>(
-    layer: &Layer,
-    at: &str,
-    kv_layer: usize,
-    compressor: &Compressor<E>,
-    before: Option<&Entry>,
-    origin: Option<&Origin>,
-    budget: &mut Budget,
-) -> Result<Entry> {
-    if let Layer::List(list) = layer {
-        let entry = |(i, l)| pack(l, &format!("{at}.{i}"), kv_layer, compressor, None, origin, budget);
-        return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
+/// Packs the layers of one cache, in order.
+struct Packer<'a, E> {
+    compressor: &'a Compressor<E>,
+    origin: Option<Origin>,
+    /// Of the codecs of the whole cache.
+    budget: Budget,
+    /// Layers with keys and values so far, which recipes count.
+    kv_layers: usize,
+}
+
+impl<'a, E: Engine> Packer<'a, E> {
+    /// Takes out of the metadata where the rows come from, which is no word of the user.
+    fn new(compressor: &'a Compressor<E>, metadata: &mut BTreeMap<String, String>) -> Packer<'a, E> {
+        let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, compressor.recipe()));
+        Packer { compressor, origin, budget: Budget::default(), kv_layers: 0 }
     }
-    let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
-        return Ok(Entry::Other(layer.clone()));
-    };
-    let shell = shell_of(layer, kind);
-    // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
-    if kv.values.is_empty() || kv.keys.is_empty() {
-        check_rows(at, Side::Key, &kv.keys)?;
-        let layer = Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
-        return Ok(Entry::Packed { shell, layer });
+
+    /// Packs the next layer, whose index in the model is `index`, if it has keys and values of tokens.
+    fn layer(&mut self, index: usize, layer: &Layer, before: Option<&Entry>) -> Result<Entry> {
+        let kv_layer = self.kv_layers;
+        self.kv_layers += usize::from(layer.is_kv());
+        self.pack(layer, &index.to_string(), kv_layer, before)
     }
-    let before = match before {
-        Some(Entry::Packed { shell: Shell::Plain(_), layer }) if matches!(shell, Shell::Plain(_)) => {
-            let side = |side| to_engine(side, compressor.engine());
-            Some(CompressedLayer { key: side(&layer.key)?, value: side(&layer.value)? })
+
+    /// Packs a layer or a member of a list, whose place in the model is `at`.
+    fn pack(&mut self, layer: &Layer, at: &str, kv_layer: usize, before: Option<&Entry>) -> Result<Entry> {
+        let compressor = self.compressor;
+        if let Layer::List(list) = layer {
+            let entry = |(i, l)| self.pack(l, &format!("{at}.{i}"), kv_layer, None);
+            return Ok(Entry::List(list.iter().enumerate().map(entry).collect::<Result<_>>()?));
         }
-        _ => None,
-    };
-    let frames = match origin {
-        Some(origin) => {
-            let split = compressor.recipe().split(kv.keys.shape()[2]);
-            let frame = |side, rows| origin.frame(at, side, rows, split);
-            [frame(Side::Key, &kv.keys)?, frame(Side::Value, &kv.values)?]
+        let (Some(kind), Some(kv)) = (layer.kind(), layer.attention_kv()?) else {
+            return Ok(Entry::Other(layer.clone()));
+        };
+        let shell = shell_of(layer, kind);
+        // Values of width zero (the indexers of some models) and layers without tokens have nothing to pack: exact, in token order.
+        if kv.values.is_empty() || kv.keys.is_empty() {
+            check_rows(at, Side::Key, &kv.keys)?;
+            let layer =
+                Box::new(CompressedLayer { key: exact_side(kv.keys)?, value: exact_side(kv.values)? });
+            return Ok(Entry::Packed { shell, layer });
         }
-        None => [None, None],
-    };
-    for (side, x) in [(Side::Key, &kv.keys), (Side::Value, &kv.values)] {
-        let dim = x.shape().last().copied().unwrap_or_default();
-        if let Some(spec) = compressor.recipe().spec(side, kv_layer, dim)? {
-            budget.take(&spec, x.nbytes())?;
+        let before = match before {
+            Some(Entry::Packed { shell: Shell::Plain(_), layer }) if matches!(shell, Shell::Plain(_)) => {
+                let side = |side| to_engine(side, compressor.engine());
+                Some(CompressedLayer { key: side(&layer.key)?, value: side(&layer.value)? })
+            }
+            _ => None,
+        };
+        let frames = match &self.origin {
+            Some(origin) => {
+                let split = compressor.recipe().split(kv.keys.shape()[2]);
+                let frame = |side, rows| origin.frame(at, side, rows, split);
+                [frame(Side::Key, &kv.keys)?, frame(Side::Value, &kv.values)?]
+            }
+            None => [None, None],
+        };
+        for (side, x) in [(Side::Key, &kv.keys), (Side::Value, &kv.values)] {
+            let dim = x.shape().last().copied().unwrap_or_default();
+            if let Some(spec) = compressor.recipe().spec(side, kv_layer, dim)? {
+                self.budget.take(&spec, x.nbytes())?;
+            }
         }
+        let packed =
+            compressor.compress_layer_from(kv_layer, at, &kv.keys, &kv.values, before.as_ref(), frames)?;
+        let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
+            let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
+            let body =
+                side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;
+            Ok(CompressedSide {
+                head: get(side.head)?,
+                body,
+                tail: get(side.tail)?,
+                shape: side.shape,
+                dtype: side.dtype,
+            })
+        };
+        let layer = Box::new(CompressedLayer { key: host(packed.key)?, value: host(packed.value)? });
+        Ok(Entry::Packed { shell, layer })
     }
-    let packed =
-        compressor.compress_layer_from(kv_layer, at, &kv.keys, &kv.values, before.as_ref(), frames)?;
-    let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
-        let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
-        let body = side.body.map(|codes| move_codes(&codes, |t| compressor.engine().get(t))).transpose()?;
-        Ok(CompressedSide {
-            head: get(side.head)?,
-            body,
-            tail: get(side.tail)?,
-            shape: side.shape,
-            dtype: side.dtype,
-        })
-    };
-    let layer = Box::new(CompressedLayer { key: host(packed.key)?, value: host(packed.value)? });
-    Ok(Entry::Packed { shell, layer })
 }
 
 fn exact_side(x: Tensor) -> Result<CompressedSide<Tensor>> {

@@ -10,7 +10,7 @@ use crate::frame::covariance;
 use crate::policy::allocation::{DISTORTION, MOST_BITS, Part, allocate, plan};
 use crate::policy::head_scores::spectral;
 use crate::policy::{HeadScorer, HeadScores, ModelShape};
-use crate::spec::Side;
+use crate::spec::{MOST_HEAD_DIM, Side};
 use crate::tensor::Tensor;
 use safetensors::tensor::{Dtype, SafeTensors, TensorView};
 use std::collections::HashMap;
@@ -40,9 +40,6 @@ pub enum Unit {
     Layer,
 }
 
-/// Most channels of a head, as codecs have them.
-const MOST_DIM: usize = 8192;
-
 impl Calibration {
     /// From the losses of keys and of values, by layer and head; `source` says for people where they come from.
     ///
@@ -57,8 +54,8 @@ impl Calibration {
         values: Vec<[f64; MOST_BITS]>,
     ) -> Result<Calibration> {
         for dim in [shape.key_dim, shape.value_dim] {
-            if dim > MOST_DIM {
-                let reason = format!("at most {MOST_DIM}");
+            if dim > MOST_HEAD_DIM {
+                let reason = format!("at most {MOST_HEAD_DIM}");
                 return Err(Error::Unsupported { field: "head_dim", value: dim.to_string(), reason });
             }
         }

@@ -137,6 +137,18 @@ pub struct CodecSpec {
     pub seed: u64,
 }
 
+/// Most channels of a vector.
+pub(crate) const MOST_HEAD_DIM: usize = 8192;
+
+/// Checks that a codec may have so many channels.
+pub(crate) fn check_head_dim(head_dim: usize) -> Result<()> {
+    if (8..=MOST_HEAD_DIM).contains(&head_dim) && head_dim % 2 == 0 {
+        return Ok(());
+    }
+    let reason = format!("an even number from 8 to {MOST_HEAD_DIM} is needed");
+    Err(Error::Unsupported { field: "head_dim", value: head_dim.to_string(), reason })
+}
+
 impl CodecSpec {
     /// A Hadamard-rotated codec of `bits` bits on `grid`, with a matched f16 scale and nothing else.
     pub const fn new(head_dim: usize, bits: u8, grid: Grid) -> CodecSpec {
@@ -185,9 +197,7 @@ impl CodecSpec {
     pub fn validate(&self) -> Result<()> {
         let no = |field, value: String, reason: String| Err(Error::Unsupported { field, value, reason });
         let d = self.head_dim;
-        if !(8..=8192).contains(&d) || d % 2 != 0 {
-            return no("head_dim", d.to_string(), "an even number from 8 to 8192 is needed".into());
-        }
+        check_head_dim(d)?;
         if !(1..=8).contains(&self.bits) {
             return no("bits", self.bits.to_string(), "1 to 8 are supported".into());
         }

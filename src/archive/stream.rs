@@ -3,16 +3,14 @@
 //! At most one layer is dense in memory, beside what unpacking it needs, and no packed cache is there twice.
 
 use super::manifest::{Checksum, Manifest, lay_out};
-use super::origin::Origin;
-use super::{Archive, CHECKSUM_KEY, Entry, KEY, VERSION, dense, pack, unpack};
+use super::{Archive, CHECKSUM_KEY, Entry, KEY, Packer, VERSION, dense, unpack};
 use crate::compressor::{CompressedLayer, CompressedSide, Compressor, Stats};
 use crate::cpu::workers;
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::files::Outlives;
 use crate::pool::Parcel;
-use crate::prompt_cache::{Image, Layers, Layout, ORIGIN_KEY, Offset, Piece, PromptCache};
-use crate::spec::Budget;
+use crate::prompt_cache::{Image, Layers, Layout, Offset, Piece, PromptCache};
 use crate::tensor::{Dtype, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
@@ -35,17 +33,14 @@ impl Archive {
         let before = before.filter(|b| b.rest().recipe == *compressor.recipe());
         PromptCache::read_layers(path, |layout, mut metadata, layers| {
             let recipe = compressor.recipe().clone();
-            let origin = metadata.remove(ORIGIN_KEY).and_then(|text| Origin::parse(&text, &recipe));
+            let mut packer = Packer::new(compressor, &mut metadata);
             let mut parcel = Parcel::split(Archive { recipe, layout, metadata, layers: vec![] })?;
-            let (mut budget, mut sums, mut offsets) = (Budget::default(), [[0; 2]; 2], vec![]);
-            let mut kv_layers = 0;
+            let (mut sums, mut offsets) = ([[0; 2]; 2], vec![]);
             for (i, layer) in layers.enumerate() {
-                let (layer, ordinal) = (layer?, kv_layers);
-                kv_layers += usize::from(layer.is_kv());
+                let layer = layer?;
                 let old = before.filter(|b| i < b.rest().layers.len()).map(|b| layer_of(b, i)).transpose()?;
                 Offset::of(i.to_string(), &layer, &mut offsets);
-                let (at, origin) = (i.to_string(), origin.as_ref());
-                let entry = pack(&layer, &at, ordinal, compressor, old.as_ref(), origin, &mut budget)?;
+                let entry = packer.layer(i, &layer, old.as_ref())?;
                 measure(&entry, &mut sums);
                 parcel.extend(|archive| archive.layers.push(entry))?;
             }

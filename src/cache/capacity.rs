@@ -103,7 +103,7 @@ impl Plan {
         };
         let sinks = self.sinks.min(tokens);
         let (full, rest) = (self.window + BLOCK, tokens - sinks);
-        let count = if self.blocks { rest.saturating_sub(full).div_ceil(BLOCK) } else { 0 };
+        let count = self.packed_blocks(tokens);
         let held = rest - count * BLOCK;
         let most = if self.blocks { full } else { usize::MAX };
         let rows = if count > 0 { full } else { rows_for(held, most) };
@@ -126,6 +126,12 @@ impl Plan {
         parts
     }
 
+    /// Blocks that have left the window of a cache of `tokens` tokens.
+    fn packed_blocks(&self, tokens: usize) -> usize {
+        let behind_sinks = tokens.saturating_sub(self.sinks);
+        if self.blocks { behind_sinks.saturating_sub(self.window + BLOCK).div_ceil(BLOCK) } else { 0 }
+    }
+
     /// Packed tokens of each tier. Of a policy by age whole runs of blocks are counted at once: a search for the longest context asks
     /// for millions of tokens.
     fn tokens_by_tier(&self, sinks: usize, count: usize) -> Vec<usize> {
@@ -143,10 +149,8 @@ impl Plan {
             }
             TierPolicy::Attention(_) => {
                 for (block, action) in self.blocks(sinks, count) {
-                    match action {
-                        Action::Keep => tiers[0] += block.len,
-                        Action::Recode(tier) => tiers[tier] += block.len,
-                        Action::Drop => {}
+                    if let Some(tier) = tier_after(action) {
+                        tiers[tier] += block.len;
                     }
                 }
             }
@@ -180,15 +184,10 @@ impl Plan {
                 pushed.into_iter().map(was).filter(|tier| *tier < self.tiers.len()).collect()
             }
             TierPolicy::Attention(_) => {
-                let tier = |action: &Action| match action {
-                    Action::Keep => Some(0),
-                    Action::Recode(tier) => Some(*tier),
-                    Action::Drop => None,
-                };
                 let (before, after) =
                     (self.blocks(sinks, count.saturating_sub(1)), self.blocks(sinks, count));
-                let changed = before.iter().zip(&after).filter(|(b, a)| tier(&b.1) != tier(&a.1));
-                changed.filter_map(|(b, _)| tier(&b.1)).collect()
+                let changed = before.iter().zip(&after).filter(|(b, a)| tier_after(b.1) != tier_after(a.1));
+                changed.filter_map(|(b, _)| tier_after(b.1)).collect()
             }
         };
         let old: usize = changed.into_iter().map(|tier| BLOCK * row(tier)).sum();
@@ -219,8 +218,7 @@ impl Plan {
 
     /// The most bytes that caches of up to `tokens` tokens hold while the last ones may be drafts.
     pub(super) fn most_bytes(&self, tokens: usize) -> usize {
-        let rest = tokens - self.sinks.min(tokens);
-        let count = if self.blocks { rest.saturating_sub(self.window + BLOCK).div_ceil(BLOCK) } else { 0 };
+        let count = self.packed_blocks(tokens);
         let held = sum(self.parts(tokens).iter().filter(|p| p.tier != DRAFT).map(|p| p.bytes));
         let draft = if count > 0 && self.draft > 0 { self.draft_bytes(self.sinks, count) } else { 0 };
         held.saturating_add(draft)
@@ -247,6 +245,15 @@ impl Plan {
     /// looked for.
     pub fn capacity(&self, budget: usize) -> usize {
         longest(budget, |tokens| self.most_bytes(tokens))
+    }
+}
+
+/// The tier of a fresh block after an action; `None` if it is dropped.
+fn tier_after(action: Action) -> Option<usize> {
+    match action {
+        Action::Keep => Some(0),
+        Action::Recode(tier) => Some(tier),
+        Action::Drop => None,
     }
 }
 

@@ -6,7 +6,7 @@
 
 use crate::codec::Codec;
 use crate::error::{Error, Result};
-use crate::spec::{CodecSpec, Grid, Residual, RotationKind};
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, check_head_dim};
 
 /// Head dim for which a recipe's specs are written down.
 pub(super) const TEMPLATE_DIM: usize = 128;
@@ -18,9 +18,7 @@ pub(super) const TEMPLATE_DIM: usize = 128;
 pub(super) fn fit(template: CodecSpec, head_dim: usize) -> Result<CodecSpec> {
     let no =
         |reason: String| Err(Error::Unsupported { field: "head_dim", value: head_dim.to_string(), reason });
-    if !(8..=8192).contains(&head_dim) || head_dim % 2 != 0 {
-        return no("an even number from 8 to 8192 is needed".into());
-    }
+    check_head_dim(head_dim)?;
     let spec = scaled(template, head_dim);
     if spec.outliers > 0 && usize::from(spec.outliers) >= head_dim {
         return no(format!(
@@ -47,11 +45,7 @@ pub(super) fn fit(template: CodecSpec, head_dim: usize) -> Result<CodecSpec> {
             }
         }
     }
-    Err(refused.unwrap_or(Error::Unsupported {
-        field: "head_dim",
-        value: head_dim.to_string(),
-        reason: "the spec has no form".into(),
-    }))
+    refused.map_or_else(|| no("the spec has no form".into()), Err)
 }
 
 /// The spec with its numbers of channels in proportion.

@@ -83,8 +83,8 @@ MUTANTS = [
     (
         "layers without keys and values are counted",
         "src/archive.rs",
-        "kv_layers += usize::from(layer.is_kv());",
-        "kv_layers += 1;",
+        "self.kv_layers += usize::from(layer.is_kv());",
+        "self.kv_layers += 1;",
         ["--test", "archive"],
     ),
     (

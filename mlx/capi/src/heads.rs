@@ -3,7 +3,7 @@
 use super::codes::finite;
 use super::rows::{tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_SHAPE};
-use super::{Failure, Outcome, guard, null};
+use super::{Failure, guard, null, write};
 use turbomoq::calibration::score_heads;
 use turbomoq::policy::allocation::{MOST_BITS, Part, allocate};
 use turbomoq::spec::Side;
@@ -41,7 +41,7 @@ pub unsafe extern "C" fn tmq_score_heads(
             false => Some(std::slice::from_raw_parts(sensitivity, count)),
         };
         let scores = score_heads(&rows.iter().collect::<Vec<_>>(), sensitivity)?;
-        put(std::slice::from_raw_parts_mut(out, count), scores.scores())
+        write(out, count, scores.scores())
     })
 }
 
@@ -69,7 +69,7 @@ pub unsafe extern "C" fn tmq_allocate_bits(
         let scores = std::slice::from_raw_parts(scores, count);
         let part = |(i, &s): (usize, &f64)| Part::by_price(i / heads, i % heads, Side::Key, head_dim, s);
         let parts: Vec<Part> = scores.iter().enumerate().map(part).collect();
-        put(std::slice::from_raw_parts_mut(out, count), &allocate(&parts, average, 1, MOST_BITS as u8)?)
+        write(out, count, &allocate(&parts, average, 1, MOST_BITS as u8)?)
     })
 }
 
@@ -78,9 +78,4 @@ fn check(len: usize, needed: usize) -> Result<usize, Failure> {
         true => Ok(len),
         false => Err(Failure(TMQ_SHAPE, format!("out has {len} places, the result has {needed}"))),
     }
-}
-
-fn put<T: Copy>(out: &mut [T], values: &[T]) -> Outcome {
-    out.copy_from_slice(values);
-    Ok(())
 }
