@@ -2,9 +2,12 @@
 //! runs itself again with an allocator that gives large blocks back at once, so that pages are those in use; others make random calls
 //! and count what is allocated. Each waits for the others.
 
-use std::alloc::{GlobalAlloc, Layout, System};
+#[path = "common/counting.rs"]
+mod counting;
+
+use counting::{CALLS, Counting, LIVE};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use turbomoq::Tensor;
 use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
@@ -160,40 +163,7 @@ fn mlx() {
     assert!(peak < fp16_bytes(TOKENS) / 2, "{peak} at the peak: a dense copy");
 }
 
-static LIVE: AtomicUsize = AtomicUsize::new(0);
-static CALLS: AtomicUsize = AtomicUsize::new(0);
 static ALONE: Mutex<()> = Mutex::new(());
-
-/// The system's allocator with a count of the bytes that are live and of the calls.
-struct Counting;
-
-// SAFETY: every call goes to the system's allocator as it is; the counters are atomics.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Relaxed);
-        CALLS.fetch_add(1, Relaxed);
-        // SAFETY: as the caller vouches.
-        unsafe { System.alloc(layout) }
-    }
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        LIVE.fetch_add(layout.size(), Relaxed);
-        CALLS.fetch_add(1, Relaxed);
-        // SAFETY: as the caller vouches.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-    unsafe fn realloc(&self, at: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        LIVE.fetch_add(size, Relaxed);
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        CALLS.fetch_add(1, Relaxed);
-        // SAFETY: as the caller vouches.
-        unsafe { System.realloc(at, layout, size) }
-    }
-    unsafe fn dealloc(&self, at: *mut u8, layout: Layout) {
-        LIVE.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: as the caller vouches.
-        unsafe { System.dealloc(at, layout) }
-    }
-}
 
 #[global_allocator]
 static COUNTING: Counting = Counting;

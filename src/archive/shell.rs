@@ -37,8 +37,8 @@ impl Shell {
     /// Position of the next token of a layer that holds `rows` tokens.
     pub fn offset(&self, rows: usize) -> usize {
         match self {
-            Shell::Plain(KvClass::Chunked { start_position, .. }) => start_position.saturating_add(rows),
-            Shell::Plain(_) | Shell::Quantized { .. } => rows,
+            Shell::Plain(class) => class.offset(rows),
+            Shell::Quantized { .. } => rows,
             Shell::Rotating(ring) => ring.offset,
         }
     }

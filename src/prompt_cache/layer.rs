@@ -47,6 +47,14 @@ impl KvClass {
         }
     }
 
+    /// Position of the next token behind `rows` tokens.
+    pub(crate) fn offset(&self, rows: usize) -> usize {
+        match self {
+            KvClass::Chunked { start_position, .. } => start_position.saturating_add(rows),
+            KvClass::Kv | KvClass::Concatenate => rows,
+        }
+    }
+
     /// What is wrong with the counters beside `rows` stored rows, if anything is.
     pub(crate) fn check(&self, rows: usize) -> Result<(), String> {
         let KvClass::Chunked { chunk_size, start_position } = *self else { return Ok(()) };
@@ -169,10 +177,8 @@ impl Layer {
     pub fn offset(&self) -> Option<usize> {
         let rows = self.rows();
         match self {
-            Layer::Kv { class: KvClass::Chunked { start_position, .. }, .. } => {
-                Some(start_position.saturating_add(rows))
-            }
-            Layer::Kv { .. } | Layer::Quantized { .. } => Some(rows),
+            Layer::Kv { class, .. } => Some(class.offset(rows)),
+            Layer::Quantized { .. } => Some(rows),
             Layer::Rotating { ring, .. } => Some(ring.offset),
             Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::tokens(tensors),
             _ => None,

@@ -1,40 +1,11 @@
 //! What one input may cost: no panic, a bound of memory, a bound of time.
 
+use super::counting::{Counting, LIVE, PEAK};
 use super::mutate::Mutator;
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicUsize, Ordering::Relaxed};
+use std::sync::atomic::Ordering::Relaxed;
 use std::time::{Duration, Instant};
-
-/// Counts what the whole process holds, so that threads of the library are counted too.
-struct Counting;
-
-static HELD: AtomicUsize = AtomicUsize::new(0);
-static PEAK: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call goes to the system's allocator as it is; only sizes are counted beside it.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        let held = HELD.fetch_add(layout.size(), Relaxed) + layout.size();
-        PEAK.fetch_max(held, Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        let held = HELD.fetch_add(layout.size(), Relaxed) + layout.size();
-        PEAK.fetch_max(held, Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        HELD.fetch_sub(layout.size(), Relaxed);
-        // SAFETY: the caller's promise is passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
@@ -60,7 +31,7 @@ pub fn fuzz(kind: &str, make: impl Fn(&mut Mutator) -> Vec<u8>, mut take: impl F
     let mut accepted = 0;
     for i in 0..count {
         let input = make(&mut mutator);
-        let before = HELD.load(Relaxed);
+        let before = LIVE.load(Relaxed);
         PEAK.store(before, Relaxed);
         let clock = Instant::now();
         let outcome = catch_unwind(AssertUnwindSafe(|| take(&input)));

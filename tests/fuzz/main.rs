@@ -3,6 +3,8 @@
 //!
 //! `TURBOMOQ_FUZZ=1000000 TURBOMOQ_SEED=7 cargo test --release --test fuzz` tries more of them.
 
+#[path = "../common/counting.rs"]
+mod counting;
 #[cfg(unix)]
 #[path = "../common/server.rs"]
 mod server;
