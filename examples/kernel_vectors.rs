@@ -5,10 +5,10 @@ use std::error::Error;
 use std::fs::File;
 use std::io::{BufWriter, Write};
 use turbomoq::codec::Codec;
-use turbomoq::frame::RowFrame;
-use turbomoq::kernels::plan::{self, Pass, Value};
-use turbomoq::kernels::{Form, table};
-use turbomoq::rng::Rng;
+use turbomoq::codec::frame::RowFrame;
+use turbomoq::engine::mlx::kernels::plan::{self, Pass, Value};
+use turbomoq::engine::mlx::kernels::{Form, table};
+use turbomoq::math::rng::Rng;
 use turbomoq::spec::{CodecSpec, Grid};
 
 const DIM: usize = 128;

@@ -1,4 +1,4 @@
-//! Trains the levels of the trellis grids: `train_trellis OUT [CANDIDATES]` writes the `trellis_tables.bin` of `src`.
+//! Trains the levels of the trellis grids: `train_trellis OUT [CANDIDATES]` writes the `trellis_tables.bin` of `src/math`.
 //!
 //! Start: level = Gaussian quantile whose rank is an invertible GF(2)-affine map of the window, each output bit the parity of an odd number of
 //! window bits (so that complementing the window negates the level). Good maps keep branches that leave or enter one state far apart; they are
@@ -8,7 +8,7 @@
 
 use std::{env, fs, process::ExitCode, thread};
 
-use turbomoq::{trellis::Trellis, trellis_search::Scratch};
+use turbomoq::math::{trellis::Trellis, trellis_search::Scratch};
 
 const DIM: usize = 128;
 

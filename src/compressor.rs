@@ -6,12 +6,12 @@
 mod again;
 mod packable;
 
-use crate::codebook;
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::cpu::Cpu;
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::math::codebook;
 use crate::recipe::Recipe;
 use crate::spec::{CodecSpec, Grid, Side};
 use crate::tensor::{Dtype, Tensor};

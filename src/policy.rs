@@ -5,16 +5,10 @@
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that
 //! already follow the decision gives [`Action::Keep`] for all of them.
 
-pub mod allocation;
 mod attention;
-mod crossover;
-pub mod eviction;
-pub mod head_scores;
 mod progressive;
 
 pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
-pub use crossover::{Crossover, Measured, Work};
-pub use head_scores::{HeadScorer, HeadScores};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};

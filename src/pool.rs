@@ -1,11 +1,12 @@
 //! Many caches in one budget: real bytes, priorities, pins, quotas, shared prefixes, and a disk for what has to leave.
 //!
 //! Every byte counts: codes, scales, tables, exact tokens, bookkeeping; equal blocks count once. When a cache does not fit, others
-//! leave ([`crate::policy::eviction`]), to the disk if there is one. What cannot be made to fit is refused, and the pool is as it was.
+//! leave ([`crate::pool::eviction`]), to the disk if there is one. What cannot be made to fit is refused, and the pool is as it was.
 //! All methods take `&self`; no lock is held while a cache is cut, joined, written or read, and what a reader has begun to read it
 //! has to the end, whatever leaves the pool meanwhile.
 
 mod disk;
+pub mod eviction;
 mod facts;
 mod parcel;
 mod table;

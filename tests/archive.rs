@@ -9,13 +9,14 @@ use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
-use turbomoq::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
 use turbomoq::cache::{KvCache, KvLayer, LayerShape};
-use turbomoq::files::Outlives;
+use turbomoq::io::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
+use turbomoq::io::files;
+use turbomoq::io::files::Outlives;
+use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
 use turbomoq::pool::{Label, Spill};
-use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
 use turbomoq::spec::{CodecSpec, Side};
-use turbomoq::{Compressor, Dtype, Error, Recipe, Result, Tensor, files};
+use turbomoq::{Compressor, Dtype, Error, Recipe, Result, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
 /// Dense rotations take every width of the fixtures (8, 16, 24, 48 ...).
@@ -156,7 +157,7 @@ fn layers_without_anything_to_pack_stay_what_they_are() {
     // T40: no tokens; values of width zero beside a wrapped ring; a quantized cache that was trimmed to nothing.
     let ring = Ring { keep: 2, max_size: 8, offset: 20, idx: 5 };
     let none = |d: usize| half(&[1, 2, 0, d], 1);
-    let packed = |x: &Tensor| turbomoq::prompt_cache::Packed::quantize(x, 32, 4).unwrap();
+    let packed = |x: &Tensor| turbomoq::io::prompt_cache::Packed::quantize(x, 32, 4).unwrap();
     let layers = vec![
         Layer::Kv { class: KvClass::Kv, kv: Some(Pair { keys: none(64), values: none(64) }) },
         Layer::Rotating {
@@ -1088,7 +1089,7 @@ fn layers_without_keys_do_not_count_in_recipes_plans_and_files() {
     // A live cache of the same model packs with the same codecs.
     let shape = Some(LayerShape { key_dim: 64, value_dim: 64 });
     let shapes = [None, None, None, shape, None, None, None, shape];
-    let live = KvCache::new(turbomoq::cpu::Cpu, &planned, &shapes, &[]).unwrap();
+    let live = KvCache::new(turbomoq::engine::cpu::Cpu, &planned, &shapes, &[]).unwrap();
     assert_eq!(live.ordinal(7), Some(KvLayer(1)));
     assert_eq!(live.layers().len(), archive.packed().len());
 }

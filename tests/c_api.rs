@@ -13,9 +13,9 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr::{null, null_mut};
 use turbomoq::Tensor;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::cpu::Cpu;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -135,7 +135,7 @@ fn a_second_executor_finds_its_tables() {
             // What the tables say is what decoding gives.
             for (row, dense) in dense.chunks(96).enumerate() {
                 let stream = &words[9 * row..][..9];
-                let c = |i: usize| levels[usize::from(turbomoq::bits::code_at(stream, 3, i))];
+                let c = |i: usize| levels[usize::from(turbomoq::math::bits::code_at(stream, 3, i))];
                 for (j, x) in dense.iter().enumerate() {
                     let sum: f32 = (0..96).map(|i| rotation[96 * i + j] * c(i)).sum();
                     assert!((factors[row] * sum - x).abs() < 1e-5, "row {row}, channel {j}");

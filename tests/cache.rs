@@ -5,11 +5,11 @@ mod common;
 
 use common::attention::{cache, exact};
 use common::*;
-use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::{Rules, Stored};
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::{Dtype, Error, Tensor};
 
 const RECIPES: [&str; 9] = [
@@ -260,7 +260,7 @@ fn trim_and_append_again_is_as_if_never_appended() {
     for recipe in RECIPES {
         let d = 64;
         let s = sequence(1, 2, 1, 700, d);
-        let mut rng = turbomoq::rng::Rng::new(5, 5);
+        let mut rng = turbomoq::math::rng::Rng::new(5, 5);
         let mut cache = cache(&Cpu, recipe, d);
         let cut = |x: &Tensor, a: usize, b: usize| x.slice(2, a, b).unwrap();
         cache.update_and_fetch(&cut(&s.k, 0, 290), &cut(&s.v, 0, 290)).unwrap();
@@ -386,16 +386,16 @@ fn bytes_are_those_of_the_buffers() {
 }
 
 #[cfg(feature = "mlx")]
-mod graph {
+mod mlx {
     use super::*;
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
 
     #[test]
-    fn graph_chunking_and_attention() {
-        let graph = Graph::new();
-        any_chunking_gives_the_same(&graph, &["best@4/4", "kivi@2/2"], &[&[1000], &[150, 7]], 300);
+    fn mlx_chunking_and_attention() {
+        let mlx = Mlx::new();
+        any_chunking_gives_the_same(&mlx, &["best@4/4", "kivi@2/2"], &[&[1000], &[150, 7]], 300);
         attention_equals_attention_on_what_is_fetched(
-            &graph,
+            &mlx,
             &["best@4/4", "turbomoq@4/4,sinks=4,window=32", "kivi@2/2"],
         );
     }
@@ -404,11 +404,11 @@ mod graph {
     fn both_engines_give_the_same_attention() {
         let (b, h, rep, t, d) = (1, 2, 2, 300, 64);
         let s = sequence(b, h, rep, t, d);
-        let graph = Graph::new();
+        let mlx = Mlx::new();
         for recipe in RECIPES {
             let mut host = cache(&Cpu, recipe, d);
-            let mut device = cache(&graph, recipe, d);
-            let put = |x: &Tensor| graph.put(x).unwrap();
+            let mut device = cache(&mlx, recipe, d);
+            let put = |x: &Tensor| mlx.put(x).unwrap();
             host.update_and_fetch(&s.k, &s.v).unwrap();
             device.update_and_fetch(&put(&s.k), &put(&s.v)).unwrap();
             let q = gauss(&[b, h * rep, 3, d], 9);
@@ -425,7 +425,7 @@ mod graph {
                 ..Rules::causal(0.125)
             };
             let a = host.attend(&q, &on_host).unwrap().to_f32().unwrap();
-            let b = graph.get(&device.attend(&put(&q), &on_device).unwrap()).unwrap().to_f32().unwrap();
+            let b = mlx.get(&device.attend(&put(&q), &on_device).unwrap()).unwrap().to_f32().unwrap();
             let worst = greatest_difference(&a, &b);
             // The trellis search of a graph finds other codes of the same quality: there the two differ by the codec's own noise.
             let bound = if recipe.starts_with("best") { 0.06 } else { 5e-3 };

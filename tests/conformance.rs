@@ -4,8 +4,8 @@ mod common;
 
 use common::*;
 use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::spec::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
 
@@ -106,34 +106,34 @@ fn cpu_products_follow_the_decoded_vectors() {
 }
 
 #[cfg(feature = "mlx")]
-mod graph {
+mod mlx {
     use super::*;
-    use turbomoq::graph::Graph;
-    use turbomoq::rotation::dot as dot32;
+    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::math::rotation::dot as dot32;
 
     /// Codes of the two engines differ only where a coordinate lies on a border within rounding, and scales by one step of
     /// their format.
     #[test]
-    fn graph_codes_equal_the_row_form_up_to_ties() {
-        let graph = Graph::new();
+    fn mlx_codes_equal_the_row_form_up_to_ties() {
+        let mlx = Mlx::new();
         for dim in DIMS {
             for (turn, spec) in specs(dim).into_iter().enumerate() {
                 if matches!(spec.grid, Grid::Trellis { .. }) {
-                    continue; // its search rounds costs in another way; see `graph_trellis_search_is_as_good`
+                    continue; // its search rounds costs in another way; see `mlx_trellis_search_is_as_good`
                 }
                 let codec = codec(spec).unwrap();
                 for t in lengths(&codec, dim, turn) {
                     let x = keys(&[2, 2, t, dim], turn as u64);
                     let frame = Cpu.frame(&codec, turn % 2 == 0, &x, None).unwrap();
-                    let put = |t: &Option<Tensor>| t.as_ref().map(|t| graph.put(t).unwrap());
-                    let device = turbomoq::codes::Frame {
+                    let put = |t: &Option<Tensor>| t.as_ref().map(|t| mlx.put(t).unwrap());
+                    let device = turbomoq::codec::codes::Frame {
                         centre: put(&frame.centre),
                         gain: put(&frame.gain),
                         order: put(&frame.order),
                     };
-                    let codes = graph.encode(&codec, device, &graph.put(&x).unwrap()).unwrap();
+                    let codes = mlx.encode(&codec, device, &mlx.put(&x).unwrap()).unwrap();
                     let host = Cpu.encode(&codec, frame, &x).unwrap();
-                    let words = graph.get(codes.words()).unwrap().to_vec::<u32>().unwrap();
+                    let words = mlx.get(codes.words()).unwrap().to_vec::<u32>().unwrap();
                     let want = host.words().to_vec::<u32>().unwrap();
                     let different = words.iter().zip(&want).filter(|(a, b)| a != b).count();
                     // A tie needs a coordinate within 1e-6 of a border: one word in a thousand would already be many.
@@ -144,8 +144,8 @@ mod graph {
                         want.len()
                     );
                     let (a, b) =
-                        (graph.decode(&codes, Dtype::F32).unwrap(), Cpu.decode(&host, Dtype::F32).unwrap());
-                    let (a, b) = (graph.get(&a).unwrap().to_f32().unwrap(), b.to_f32().unwrap());
+                        (mlx.decode(&codes, Dtype::F32).unwrap(), Cpu.decode(&host, Dtype::F32).unwrap());
+                    let (a, b) = (mlx.get(&a).unwrap().to_f32().unwrap(), b.to_f32().unwrap());
                     let far = relative_mse(&b, &a);
                     assert!(far < 1e-5, "{spec}, {t} tokens: decoded rows differ by {far}");
                 }
@@ -155,8 +155,8 @@ mod graph {
 
     /// The same codes decode to the same vectors on both engines.
     #[test]
-    fn graph_decodes_what_the_cpu_packed() {
-        let graph = Graph::new();
+    fn mlx_decodes_what_the_cpu_packed() {
+        let mlx = Mlx::new();
         for dim in DIMS {
             for (turn, spec) in specs(dim).into_iter().enumerate() {
                 let codec = codec(spec).unwrap();
@@ -164,15 +164,16 @@ mod graph {
                 let x = keys(&[1, 2, t, dim], turn as u64);
                 let frame = Cpu.frame(&codec, true, &x, None).unwrap();
                 let host = Cpu.encode(&codec, frame.clone(), &x).unwrap();
-                let put = |t: &Tensor| graph.put(t).unwrap();
-                let device = turbomoq::codes::Frame {
+                let put = |t: &Tensor| mlx.put(t).unwrap();
+                let device = turbomoq::codec::codes::Frame {
                     centre: frame.centre.as_ref().map(put),
                     gain: frame.gain.as_ref().map(put),
                     order: frame.order.as_ref().map(put),
                 };
-                let codes = turbomoq::codes::Codes::new(codec, device, put(host.words()), put(host.scales()))
-                    .unwrap();
-                let got = graph.get(&graph.decode(&codes, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
+                let codes =
+                    turbomoq::codec::codes::Codes::new(codec, device, put(host.words()), put(host.scales()))
+                        .unwrap();
+                let got = mlx.get(&mlx.decode(&codes, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
                 let want = Cpu.decode(&host, Dtype::F32).unwrap().to_f32().unwrap();
                 for (a, b) in got.chunks_exact(dim).zip(want.chunks_exact(dim)) {
                     let bound = 2e-6 * dot32(b, b).sqrt() + 1e-6;
@@ -187,46 +188,46 @@ mod graph {
     }
 
     #[test]
-    fn graph_trellis_search_is_as_good() {
-        let graph = Graph::new();
+    fn mlx_trellis_search_is_as_good() {
+        let mlx = Mlx::new();
         for (dim, bits, states) in [(64, 1, 8), (64, 2, 8), (80, 3, 8), (64, 4, 8), (64, 2, 10)] {
             let spec = CodecSpec::new(dim, bits, Grid::Trellis { states });
             let codec = codec(spec).unwrap();
             let x = gauss(&[1, 2, 40, dim], bits.into());
             let host = Cpu.encode(&codec, Default::default(), &x).unwrap();
-            let device = graph.encode(&codec, Default::default(), &graph.put(&x).unwrap()).unwrap();
+            let device = mlx.encode(&codec, Default::default(), &mlx.put(&x).unwrap()).unwrap();
             let x = x.to_f32().unwrap();
             let a = relative_mse(&x, &Cpu.decode(&host, Dtype::F32).unwrap().to_f32().unwrap());
-            let b = graph.get(&graph.decode(&device, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
+            let b = mlx.get(&mlx.decode(&device, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
             let b = relative_mse(&x, &b);
-            assert!((b / a - 1.0).abs() < 0.02, "{spec}: {b} on the graph, {a} on the CPU");
+            assert!((b / a - 1.0).abs() < 0.02, "{spec}: {b} on the mlx, {a} on the CPU");
         }
     }
 
     #[test]
-    fn graph_products_follow_the_decoded_vectors() {
-        check_products(&Graph::new(), &[64, 128, 576]);
+    fn mlx_products_follow_the_decoded_vectors() {
+        check_products(&Mlx::new(), &[64, 128, 576]);
     }
 
     #[test]
-    fn graph_frames_equal_those_of_the_cpu() {
-        let graph = Graph::new();
+    fn mlx_frames_equal_those_of_the_cpu() {
+        let mlx = Mlx::new();
         for spec in ["d64:b2+32:equalised", "d128:b3:equalised", "d64:b2+16"] {
             let codec = codec(spec.parse().unwrap()).unwrap();
             let d = codec.spec().head_dim;
             let (x, q) = (keys(&[2, 2, 65, d], 1), gauss(&[2, 6, 9, d], 2));
             for queries in [None, Some(&q)] {
                 let host = Cpu.frame(&codec, true, &x, queries).unwrap();
-                let queries = queries.map(|q| graph.put(q).unwrap());
-                let device = graph.frame(&codec, true, &graph.put(&x).unwrap(), queries.as_ref()).unwrap();
+                let queries = queries.map(|q| mlx.put(q).unwrap());
+                let device = mlx.frame(&codec, true, &mlx.put(&x).unwrap(), queries.as_ref()).unwrap();
                 for (a, b) in [(&host.centre, &device.centre), (&host.gain, &device.gain)] {
                     assert_eq!(a.is_some(), b.is_some());
                     if let (Some(a), Some(b)) = (a, b) {
-                        let (a, b) = (a.to_f32().unwrap(), graph.get(b).unwrap().to_f32().unwrap());
+                        let (a, b) = (a.to_f32().unwrap(), mlx.get(b).unwrap().to_f32().unwrap());
                         assert!(greatest_difference(&a, &b) < 1e-4, "{spec}");
                     }
                 }
-                let order = device.order.as_ref().map(|o| graph.get(o).unwrap().to_vec::<u32>().unwrap());
+                let order = device.order.as_ref().map(|o| mlx.get(o).unwrap().to_vec::<u32>().unwrap());
                 assert_eq!(host.order.map(|o| o.to_vec::<u32>().unwrap()), order, "{spec}");
             }
         }
@@ -277,7 +278,8 @@ fn channel_affine_rows_are_channels() {
     }
     assert!(matches!(codes.slice(0, 33), Err(turbomoq::Error::Range { .. })));
     let joined =
-        turbomoq::codes::Codes::concat(&[codes.slice(0, 32).unwrap(), codes.slice(32, 64).unwrap()]).unwrap();
+        turbomoq::codec::codes::Codes::concat(&[codes.slice(0, 32).unwrap(), codes.slice(32, 64).unwrap()])
+            .unwrap();
     assert_eq!(joined.words(), codes.words());
 }
 
@@ -294,7 +296,7 @@ fn one_token_at_a_time_gives_the_same_bytes() {
             let bulk = Cpu.encode(&codec, Default::default(), &x).unwrap();
             let one = |t| Cpu.encode(&codec, Default::default(), &x.slice(2, t, t + 1).unwrap()).unwrap();
             let parts: Vec<_> = (0..33).map(one).collect();
-            let single = turbomoq::codes::Codes::concat(&parts).unwrap();
+            let single = turbomoq::codec::codes::Codes::concat(&parts).unwrap();
             assert_eq!(single.words(), bulk.words());
             assert_eq!(single.scales(), bulk.scales());
             let back = Cpu.decode(&single, Dtype::F32).unwrap().to_f32().unwrap();

@@ -4,10 +4,10 @@ mod common;
 
 use common::attention::{cache, exact};
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask, State};
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 
@@ -177,7 +177,7 @@ fn false_tables_are_refused<E: Engine + Clone>(engine: &E) {
 fn tables_of_a_state_that_would_read_outside_of_a_row_are_refused() {
     false_tables_are_refused(&Cpu);
     #[cfg(feature = "mlx")]
-    false_tables_are_refused(&turbomoq::graph::Graph::new());
+    false_tables_are_refused(&turbomoq::engine::mlx::Mlx::new());
 }
 
 #[test]
@@ -451,16 +451,16 @@ fn t30_rows_of_a_batch_do_not_depend_on_one_another() {
 }
 
 #[cfg(feature = "mlx")]
-mod graph {
+mod mlx {
     use super::*;
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
 
     #[test]
-    fn a_graph_cache_goes_on_from_its_state() {
-        let graph = Graph::new();
-        goes_on_from_its_state(&graph, &["turboquant-mse@4/4,window=32", "kivi@2/2"], &["none"], 300);
+    fn a_cache_on_mlx_goes_on_from_its_state() {
+        let mlx = Mlx::new();
+        goes_on_from_its_state(&mlx, &["turboquant-mse@4/4,window=32", "kivi@2/2"], &["none"], 300);
         let policy = "progressive:128=16/16,256=6/6,rest=3/2";
-        goes_on_from_its_state(&graph, &["turboquant-mse@4/4"], &[policy], 600);
+        goes_on_from_its_state(&mlx, &["turboquant-mse@4/4"], &[policy], 600);
     }
 
     #[test]
@@ -468,10 +468,10 @@ mod graph {
         // All scores at once would be 4 x 1500 x 8192 floats: 197 MB.
         let (t, l, d) = (8192, 1500, 64);
         let (k, v, q) = (gauss(&[1, 1, t, d], 1), gauss(&[1, 1, t, d], 2), gauss(&[1, 4, l, d], 3));
-        let graph = Graph::new();
-        let put = |x: &Tensor| graph.put(x).unwrap();
+        let mlx = Mlx::new();
+        let put = |x: &Tensor| mlx.put(x).unwrap();
         let recipe = "turbomoq@4/16,sinks=0,window=0";
-        let (mut host, mut device) = (cache(&Cpu, recipe, d), cache(&graph, recipe, d));
+        let (mut host, mut device) = (cache(&Cpu, recipe, d), cache(&mlx, recipe, d));
         host.append(&k, &v).unwrap();
         device.append(&put(&k), &put(&v)).unwrap();
         let bits = (0..l * t).map(|i| u8::from(i % 7 != 0)).collect();
@@ -480,7 +480,7 @@ mod graph {
         let on_host = Rules { mask: Some(mask), sliding_window: Some(7900), ..Rules::causal(0.125) };
         let want = host.attend(&q, &Rules { exact: true, ..on_host }).unwrap().to_f32().unwrap();
         let out = device.attend(&put(&q), &on_device).unwrap();
-        let out = graph.get(&out).unwrap().to_f32().unwrap();
+        let out = mlx.get(&out).unwrap().to_f32().unwrap();
         assert!(greatest_difference(&want, &out) < 1e-3);
     }
 }

@@ -5,12 +5,12 @@ mod common;
 
 use common::failing::{Failing, When, is_injected};
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, State};
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::math::rng::Rng;
 use turbomoq::policy::TierPolicy;
-use turbomoq::rng::Rng;
 use turbomoq::{Error, Recipe, Result, Tensor};
 
 const HEADS: usize = 2;
@@ -253,5 +253,5 @@ fn queries_that_do_not_fit_append_nothing() {
 #[cfg(feature = "mlx")]
 #[test]
 fn a_failing_engine_call_leaves_a_layer_of_the_mlx_engine_as_it_was() {
-    layers_survive_errors(turbomoq::graph::Graph::new(), 6, &LAYERS[1..3]);
+    layers_survive_errors(turbomoq::engine::mlx::Mlx::new(), 6, &LAYERS[1..3]);
 }

@@ -6,13 +6,13 @@ use common::*;
 use proptest::prelude::*;
 use std::sync::Arc;
 use turbomoq::codec::Codec;
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::cpu::Cpu;
+use turbomoq::codec::codes::{Codes, Frame};
+use turbomoq::codec::frame::RowFrame;
 use turbomoq::engine::Engine;
-use turbomoq::frame::RowFrame;
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::math::rng::Rng;
+use turbomoq::math::rotation::Rotation;
 use turbomoq::recipe::PRESETS;
-use turbomoq::rng::Rng;
-use turbomoq::rotation::Rotation;
 use turbomoq::spec::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule, Side};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 

@@ -14,13 +14,13 @@ use common::*;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
-use turbomoq::archive::{Archive, SpillFolder};
-use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codes::Codes;
-use turbomoq::cpu::Cpu;
+use turbomoq::codec::codes::Codes;
+use turbomoq::engine::attention::{Rules, Stored};
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::io::archive::{Archive, SpillFolder};
+use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::pool::MemoryPool;
-use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::Request;
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 
@@ -86,7 +86,7 @@ fn t54_what_a_dead_server_left_half_written_is_no_cache() {
     assert!(changed.contains("9,") && changed.contains('z') && changed.len() == text.len(), "{text}");
     let newer = [&bytes[..8], changed.as_bytes(), &bytes[header..]].concat();
     let version = file.to_string_lossy().rsplit_once('-').unwrap().1.to_string();
-    let name = format!("{:016x}-{version}", turbomoq::files::stable_hash(b"z"));
+    let name = format!("{:016x}-{version}", turbomoq::io::files::stable_hash(b"z"));
     std::fs::write(spill.join(name), newer).unwrap();
 
     let server = Running::start(folder.path(), "8MiB", RECIPE, true);
@@ -155,7 +155,7 @@ fn t54_no_room_for_a_segment_is_an_error_and_no_fault() {
 
 /// All packed tokens of one side of a cache.
 fn packed(cache: &LayerCache<Cpu>, keys: bool) -> Codes<Tensor> {
-    let side = |s: turbomoq::attention::Segment<Tensor>| match if keys { s.keys } else { s.values } {
+    let side = |s: turbomoq::engine::attention::Segment<Tensor>| match if keys { s.keys } else { s.values } {
         Stored::Packed(codes) => Some(codes),
         Stored::Exact { .. } => None,
     };

@@ -1,11 +1,11 @@
 //! Heads of different widths in one layer: each head answers as it would alone, and a plan is held by files and refused by others.
 
 use proptest::prelude::*;
-use turbomoq::attention::Rules;
+use turbomoq::allocation::{Part, allocate, loss};
 use turbomoq::cache::{GroupsState, HeadGroups, KvCache, LayerCache, LayerShape};
-use turbomoq::cpu::Cpu;
-use turbomoq::policy::allocation::{Part, allocate, loss};
-use turbomoq::rng::Rng;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::math::rng::Rng;
 use turbomoq::spec::Side;
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 

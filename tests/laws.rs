@@ -6,12 +6,12 @@
 mod common;
 
 use common::*;
-use turbomoq::codebook::{Law, distortion, lloyd_max};
 use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::math::codebook::{Law, distortion, lloyd_max};
+use turbomoq::math::rng::Rng;
 use turbomoq::recipe::PRESETS;
-use turbomoq::rng::Rng;
 use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
 use turbomoq::{Dtype, Recipe, Tensor};
 

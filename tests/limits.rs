@@ -4,9 +4,9 @@ mod common;
 
 use common::attention::{cache, exact};
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask};
-use turbomoq::cpu::Cpu;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 

@@ -9,10 +9,10 @@ use counting::{CALLS, Counting, LIVE};
 use std::sync::Mutex;
 use std::sync::atomic::Ordering::Relaxed;
 use turbomoq::Tensor;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::engine::Engine;
-use turbomoq::rng::Rng;
+use turbomoq::engine::attention::Rules;
+use turbomoq::math::rng::Rng;
 
 const TOKENS: usize = 32768;
 const CHUNK: usize = 1024;
@@ -55,7 +55,7 @@ fn fp16_bytes(tokens: usize) -> usize {
 #[cfg(target_os = "linux")]
 mod process {
     use super::*;
-    use turbomoq::cpu::Cpu;
+    use turbomoq::engine::cpu::Cpu;
 
     const RECIPE: &str = "turboquant-mse@4/4,sinks=4,window=128";
     const CHILD: &str = "TURBOMOQ_MEMORY_CHILD";
@@ -127,17 +127,17 @@ mod process {
 #[cfg(feature = "mlx")]
 fn mlx() {
     use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
-    use turbomoq::graph::Graph;
-    use turbomoq::mlx_ops::evaluate;
+    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::engine::mlx::arrays::evaluate;
 
-    let graph = Graph::new();
-    let put = |x: &Tensor| graph.put(x).unwrap();
+    let mlx = Mlx::new();
+    let put = |x: &Tensor| mlx.put(x).unwrap();
     let (k, v) = (put(&rows(HEADS, CHUNK, 1)), put(&rows(HEADS, CHUNK, 2)));
     let one = [put(&rows(4 * HEADS, 1, 3)), put(&rows(HEADS, 1, 4)), put(&rows(HEADS, 1, 5))];
     let eval = |out: &mlx_rs::Array| evaluate(&[out]).unwrap();
     // A step over everything evaluates everything.
     let fill = |tokens: usize| {
-        let mut cache = empty(&graph, MLX_RECIPE);
+        let mut cache = empty(&mlx, MLX_RECIPE);
         for _ in 0..tokens / CHUNK {
             cache.append(&k, &v).unwrap();
             eval(&cache.attend(&one[0], &Rules::causal(0.1)).unwrap());
@@ -204,7 +204,7 @@ fn held_is_reported<E: Engine + Clone>(
                 *cache = LayerCache::from_state(engine.clone(), &state).unwrap();
             }
             _ => {
-                let one = |x: &E::Tensor| turbomoq::codes::Buffer::slice(x, 2, 0, 1).unwrap();
+                let one = |x: &E::Tensor| turbomoq::codec::codes::Buffer::slice(x, 2, 0, 1).unwrap();
                 let mut other = cache.clone();
                 other.append(&one(&k), &one(&v)).unwrap();
                 let rules = Rules::causal(0.125);
@@ -243,8 +243,8 @@ fn any_calls_hold_what_is_reported() {
         ("turboquant-mse@4/4,window=16", "progressive:256=16/16,512=4/4,rest=3/2"),
         ("turboquant-mse@4/4,window=16", "progressive:1024=4/4,rest=drop"),
     ] {
-        let live = |_: &LayerCache<turbomoq::cpu::Cpu>| LIVE.load(Relaxed);
-        held_is_reported(&turbomoq::cpu::Cpu, recipe, policy, 25, slack, live);
+        let live = |_: &LayerCache<turbomoq::engine::cpu::Cpu>| LIVE.load(Relaxed);
+        held_is_reported(&turbomoq::engine::cpu::Cpu, recipe, policy, 25, slack, live);
     }
 }
 
@@ -270,11 +270,11 @@ fn bytes_of_a_strided_view_take_one_allocation() {
 #[test]
 fn any_calls_of_the_mlx_engine_hold_what_is_reported() {
     use mlx_rs::memory::active_memory;
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    let live = |cache: &LayerCache<Graph>| {
+    let live = |cache: &LayerCache<Mlx>| {
         let state = cache.state().unwrap();
-        turbomoq::mlx_ops::evaluate(&state.arrays.values().collect::<Vec<_>>()).unwrap();
+        turbomoq::engine::mlx::arrays::evaluate(&state.arrays.values().collect::<Vec<_>>()).unwrap();
         drop(state);
         active_memory().unwrap()
     };
@@ -283,7 +283,7 @@ fn any_calls_of_the_mlx_engine_hold_what_is_reported() {
         ("kivi@2/2,sinks=4,window=0", "none"),
         ("turboquant-mse@4/4,window=16", "progressive:256=16/16,rest=3/2"),
     ] {
-        held_is_reported(&Graph::new(), recipe, policy, 12, 160 << 10, live);
+        held_is_reported(&Mlx::new(), recipe, policy, 12, 160 << 10, live);
     }
 }
 
@@ -292,9 +292,9 @@ fn any_calls_of_the_mlx_engine_hold_what_is_reported() {
 #[test]
 fn a_trellis_is_searched_in_bounded_memory() {
     use mlx_rs::memory::{active_memory, clear_cache, peak_memory, reset_peak_memory};
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
     let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
-    let graph = Graph::plain();
+    let mlx = Mlx::plain();
     let peak = |run: &dyn Fn()| {
         clear_cache().unwrap();
         let before = active_memory().unwrap();
@@ -307,21 +307,21 @@ fn a_trellis_is_searched_in_bounded_memory() {
     let spec = recipe.spec(turbomoq::spec::Side::Value, 0, 64).unwrap().unwrap();
     assert!(matches!(spec.grid, turbomoq::spec::Grid::Trellis { .. }), "{spec}");
     let codec = std::sync::Arc::new(turbomoq::codec::Codec::new(spec).unwrap());
-    let x = graph.put(&half(8, 512, 64, &mut rng)).unwrap();
+    let x = mlx.put(&half(8, 512, 64, &mut rng)).unwrap();
     let at_once = peak(&|| {
-        let codes = graph.encode(&codec, Default::default(), &x).unwrap();
-        turbomoq::mlx_ops::evaluate(&[codes.words(), codes.scales()]).unwrap();
+        let codes = mlx.encode(&codec, Default::default(), &x).unwrap();
+        turbomoq::engine::mlx::arrays::evaluate(&[codes.words(), codes.scales()]).unwrap();
     });
     let (k, v) =
-        (graph.put(&half(4, 1160, 64, &mut rng)).unwrap(), graph.put(&half(4, 1160, 64, &mut rng)).unwrap());
+        (mlx.put(&half(4, 1160, 64, &mut rng)).unwrap(), mlx.put(&half(4, 1160, 64, &mut rng)).unwrap());
     // Nothing is evaluated before all of the prompt has come.
     let lazy = peak(&|| {
         let recipe = "key=exact,value=d64:b2:hadamard:trellis8,sinks=4,window=0".parse().unwrap();
         let shape = LayerShape { key_dim: 64, value_dim: 64 };
-        let mut cache = LayerCache::new(graph.clone(), &recipe, 0, shape).unwrap();
+        let mut cache = LayerCache::new(mlx.clone(), &recipe, 0, shape).unwrap();
         cache.append(&k, &v).unwrap();
         let state = cache.state().unwrap();
-        turbomoq::mlx_ops::evaluate(&state.arrays.values().collect::<Vec<_>>()).unwrap();
+        turbomoq::engine::mlx::arrays::evaluate(&state.arrays.values().collect::<Vec<_>>()).unwrap();
     });
     println!("{at_once} and {lazy} bytes at the peak");
     assert!(at_once.max(lazy) < 120 << 20, "{at_once} and {lazy} bytes at the peak");

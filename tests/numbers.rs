@@ -3,15 +3,15 @@
 mod common;
 
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
 use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::recipe::PRESETS;
 use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, Side};
-use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, report};
+use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, quality};
 
 /// Channels of the heads here.
 const D: usize = 64;
@@ -317,10 +317,10 @@ fn attention_reads_the_scales_that_decoding_reads() {
         // So small that rows of every size have weight.
         let rules = Rules::causal(1e-6);
         let got = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
-        let exact = turbomoq::attention::Stored::Exact { rows: keys, len: 256 };
-        let values = turbomoq::attention::Stored::Exact { rows: values, len: 256 };
+        let exact = turbomoq::engine::attention::Stored::Exact { rows: keys, len: 256 };
+        let values = turbomoq::engine::attention::Stored::Exact { rows: values, len: 256 };
         let want = Cpu
-            .attend(&[turbomoq::attention::Segment { start: 0, keys: exact, values }], &q, &rules)
+            .attend(&[turbomoq::engine::attention::Segment { start: 0, keys: exact, values }], &q, &rules)
             .unwrap()
             .to_f32()
             .unwrap();
@@ -391,7 +391,7 @@ fn queries_that_do_not_fit_a_report_are_refused() {
     let packed = compressor.compress_layer(0, &x, &x).unwrap().key;
     let back = compressor.decompress_side(&packed).unwrap();
     let ask = |before: &Tensor, after: &Tensor, q: Option<&Tensor>| {
-        report::compare("0".into(), Side::Key, &packed, before, after, q)
+        quality::compare("0".into(), Side::Key, &packed, before, after, q)
     };
     assert!(ask(&x, &back, Some(&gauss(&[1, 4, 3, D], 15))).unwrap().logit_correlation > 0.9);
     for shape in
@@ -523,9 +523,9 @@ fn every_head_dim_keeps_the_distortion_law() {
 }
 
 #[cfg(feature = "mlx")]
-mod graph {
+mod mlx {
     use super::*;
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
 
     /// The trellis search of a graph is slow; one recipe has one.
     const FEW: [&str; 6] = [
@@ -539,46 +539,45 @@ mod graph {
 
     #[test]
     fn one_nan_key_leaves_the_other_rows_alone_on_mlx() {
-        one_bad_key(&Graph::new(), &FEW[1..]);
+        one_bad_key(&Mlx::new(), &FEW[1..]);
     }
 
     #[test]
     fn a_block_without_a_finite_row_leaves_a_frame_on_mlx() {
-        block_of_nan(&Graph::new(), &FEW);
+        block_of_nan(&Mlx::new(), &FEW);
     }
 
     #[test]
     fn frames_and_scales_of_odd_rows_equal_those_of_the_cpu() {
-        let graph = Graph::new();
+        let mlx = Mlx::new();
         let x = with_rows(&keys(&[1, 2, 65, D], 18), &[(0, 3), (1, 64)], |row| row[5] = f32::INFINITY);
         let codec = codec("d64:b2+32:equalised".parse().unwrap()).unwrap();
         let host = Cpu.frame(&codec, true, &x, Some(&x)).unwrap();
-        let put = graph.put(&x).unwrap();
-        let device = graph.frame(&codec, true, &put, Some(&put)).unwrap();
+        let put = mlx.put(&x).unwrap();
+        let device = mlx.frame(&codec, true, &put, Some(&put)).unwrap();
         for (a, b) in [(&host.centre, &device.centre), (&host.gain, &device.gain)] {
-            let (a, b) = (a.as_ref().unwrap().to_f32().unwrap(), f32s(&graph, b.as_ref().unwrap()));
+            let (a, b) = (a.as_ref().unwrap().to_f32().unwrap(), f32s(&mlx, b.as_ref().unwrap()));
             assert!(greatest_difference(&a, &b) < 1e-4);
         }
     }
 
     #[test]
     fn kivi_neighbours_of_a_nan_token_are_packed_without_it_on_mlx() {
-        kivi_neighbours(&Graph::new());
+        kivi_neighbours(&Mlx::new());
     }
 
     #[test]
     fn tiny_and_huge_rows_lose_what_ordinary_rows_lose_on_mlx() {
         let scalar: Vec<_> =
             range_specs().into_iter().filter(|s| !matches!(s.grid, Grid::Trellis { .. })).collect();
-        tiny_and_huge(&Graph::new(), &scalar);
+        tiny_and_huge(&Mlx::new(), &scalar);
         // Scales are the same as those of the CPU engine, but for ties.
-        let graph = Graph::new();
+        let mlx = Mlx::new();
         for spec in scalar {
             let (x, _) = far_apart(128);
             let host = scale_codes(&Cpu.encode(&codec(spec).unwrap(), Default::default(), &x).unwrap());
-            let codes =
-                graph.encode(&codec(spec).unwrap(), Default::default(), &graph.put(&x).unwrap()).unwrap();
-            let device = graph.get(codes.scales()).unwrap();
+            let codes = mlx.encode(&codec(spec).unwrap(), Default::default(), &mlx.put(&x).unwrap()).unwrap();
+            let device = mlx.get(codes.scales()).unwrap();
             let device: Vec<u16> = match &device {
                 Tensor::U8(a) => a.iter().map(|&c| c.into()).collect(),
                 halves => halves.to_vec::<half::f16>().unwrap().iter().map(|s| s.to_bits()).collect(),
@@ -588,17 +587,17 @@ mod graph {
         }
         let trellis =
             CodecSpec { format: ScaleFormat::Wide8, ..CodecSpec::new(64, 4, Grid::Trellis { states: 8 }) };
-        tiny_and_huge(&graph, &[trellis]);
+        tiny_and_huge(&mlx, &[trellis]);
     }
 
     #[test]
     fn values_beyond_a_dtype_become_its_largest_finite_value_on_mlx() {
-        check_saturation(saturates(&Graph::new()));
+        check_saturation(saturates(&Mlx::new()));
     }
 
     #[test]
     fn some_head_dims_keep_the_distortion_law_on_mlx() {
-        let graph = Graph::new();
+        let mlx = Mlx::new();
         for (name, bits, dim) in [
             ("turboquant-mse", 4.0, 40),
             ("turbomoq", 3.0, 72),
@@ -611,7 +610,7 @@ mod graph {
             ("mlx-affine", 4.0, 160),
             ("best", 2.0, 40),
         ] {
-            within_the_law(&graph, name, bits, dim, Side::Key);
+            within_the_law(&mlx, name, bits, dim, Side::Key);
         }
     }
 }

@@ -4,11 +4,11 @@ mod common;
 
 use common::attention::{cache, exact};
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, Mask};
-use turbomoq::codes::Buffer;
-use turbomoq::cpu::Cpu;
+use turbomoq::codec::codes::Buffer;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::{Error, Recipe, Tensor};
 
 const D: usize = 64;
@@ -264,7 +264,7 @@ fn rejected_drafts_leave_no_trace<E: Engine + Clone>(
     let (h, rep) = (2, 2);
     let (k, v, q) = (keys(&[1, h, t, D], 1), gauss(&[1, h, t, D], 2), gauss(&[1, h * rep, t, D], 3));
     let wrong = keys(&[1, h, draft, D], 4);
-    let mut rng = turbomoq::rng::Rng::new(7, 7);
+    let mut rng = turbomoq::math::rng::Rng::new(7, 7);
     let mut random = |n: usize| (rng.bits() % n as u64) as usize;
     let rules = Rules::causal(0.125);
     let [mut spoken, mut clean] = [0, 1].map(|_| tiered(engine, recipe, policy, 16));
@@ -462,32 +462,32 @@ fn a_call_that_evicts_gives_all_rows_that_it_brought() {
 }
 
 #[cfg(feature = "mlx")]
-mod graph {
+mod mlx {
     use super::*;
     use mlx_rs::Array;
     use mlx_rs::fast::scaled_dot_product_attention;
-    use turbomoq::graph::Graph;
+    use turbomoq::engine::mlx::Mlx;
 
     #[test]
     fn a_left_padded_sequence_is_packed_as_it_would_be_alone_on_the_graph() {
-        let graph = Graph::new();
-        padded_as_alone(&graph, "best@3,window=32", &[260, 0, 260], 230, 1e-5);
-        padded_as_alone(&graph, "kivi@2/2,sinks=2,window=32", &[40, 0], 230, 1e-5);
+        let mlx = Mlx::new();
+        padded_as_alone(&mlx, "best@3,window=32", &[260, 0, 260], 230, 1e-5);
+        padded_as_alone(&mlx, "kivi@2/2,sinks=2,window=32", &[40, 0], 230, 1e-5);
     }
 
     #[test]
     fn a_rejected_draft_across_a_block_border_leaves_no_trace_on_the_graph() {
-        let graph = Graph::new();
-        rejected_drafts_leave_no_trace(&graph, "turboquant-mse@4,sinks=2,window=16", "none", 300, 16);
+        let mlx = Mlx::new();
+        rejected_drafts_leave_no_trace(&mlx, "turboquant-mse@4,sinks=2,window=16", "none", 300, 16);
         let policy = "progressive:128=16/16,256=4/4,rest=drop";
-        rejected_drafts_leave_no_trace(&graph, "turboquant-mse@4,sinks=0,window=0", policy, 420, 16);
+        rejected_drafts_leave_no_trace(&mlx, "turboquant-mse@4,sinks=0,window=0", policy, 420, 16);
     }
 
     #[test]
     fn a_call_that_evicts_gives_all_rows_that_it_brought_on_the_graph() {
         let policy = "progressive:128=16/16,rest=drop";
         a_call_that_evicts_gives_its_own_rows(
-            &Graph::new(),
+            &Mlx::new(),
             "turboquant-mse@16/16,sinks=2,window=16",
             policy,
             &[],
@@ -496,11 +496,11 @@ mod graph {
 
     #[test]
     fn mlx_s_own_attention_takes_the_mask_as_one() {
-        let (t, n, graph) = (90, 4, Graph::new());
+        let (t, n, mlx) = (90, 4, Mlx::new());
         let (k, v, q) = (keys(&[2, 2, t, D], 1), gauss(&[2, 2, t, D], 2), gauss(&[2, 4, n, D], 3));
-        let put = |x: &Tensor| graph.put(x).unwrap();
+        let put = |x: &Tensor| mlx.put(x).unwrap();
         for (window, padding) in [(None, vec![30, 0]), (Some(20), vec![]), (Some(50), vec![80, 3])] {
-            let mut cache = cache(&graph, "best@4", D);
+            let mut cache = cache(&mlx, "best@4", D);
             cache.append(&put(&cut(&k, 0, t - n)), &put(&cut(&v, 0, t - n))).unwrap();
             let Mask::Array(mask) = cache.make_mask(n, false, window, &padding).unwrap() else {
                 panic!("no array")
@@ -510,17 +510,17 @@ mod graph {
                 cache.update_and_fetch(&put(&cut(&k, t - n, t)), &put(&cut(&v, t - n, t))).unwrap();
             let attend = |mask: &Array| {
                 let out = scaled_dot_product_attention(put(&q), &fk, &fv, 0.125, mask, None).unwrap();
-                graph.get(&out).unwrap().to_f32().unwrap()
+                mlx.get(&out).unwrap().to_f32().unwrap()
             };
             let hide = |b: usize, _: usize, i: usize, j: usize| {
                 let position = t - n + i;
                 padding.get(b).is_some_and(|&p| j < p) || window.is_some_and(|w| j + w <= position)
             };
-            let want = exact(&q, &graph.get(&fk).unwrap(), &graph.get(&fv).unwrap(), 0.125, hide);
+            let want = exact(&q, &mlx.get(&fk).unwrap(), &mlx.get(&fv).unwrap(), 0.125, hide);
             assert!(greatest_difference(&attend(&mask), &want) < 1e-4, "{window:?}, {padding:?}");
             // The engine's own attention takes it too.
             let rules = Rules { mask: Some(mask), causal: false, ..Rules::causal(0.125) };
-            let out = graph.get(&cache.attend(&put(&q), &rules).unwrap()).unwrap().to_f32().unwrap();
+            let out = mlx.get(&cache.attend(&put(&q), &rules).unwrap()).unwrap().to_f32().unwrap();
             assert!(greatest_difference(&out, &want) < 1e-3, "{window:?}, {padding:?}");
         }
     }

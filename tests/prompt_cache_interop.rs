@@ -8,8 +8,8 @@ mod common;
 use common::python::pythons;
 use std::path::Path;
 use turbomoq::Compressor;
-use turbomoq::archive::Archive;
-use turbomoq::prompt_cache::{Layer, Layout, Packed, Pair, PromptCache};
+use turbomoq::io::archive::Archive;
+use turbomoq::io::prompt_cache::{Layer, Layout, Packed, Pair, PromptCache};
 
 fn check(python: &Path, args: &[&dyn AsRef<std::ffi::OsStr>]) {
     common::python::check(python, "check.py", args);

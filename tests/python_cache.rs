@@ -10,9 +10,9 @@ use common::capi::{SHARED, build};
 use common::python::{check_with, pythons};
 use std::collections::BTreeMap;
 use std::path::Path;
-use turbomoq::archive::Archive;
 use turbomoq::compressor::Compressor;
-use turbomoq::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
+use turbomoq::io::archive::Archive;
+use turbomoq::io::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
 
 const BOTH: &[Layout] = &[Layout::V031, Layout::V032];
 

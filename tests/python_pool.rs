@@ -8,8 +8,8 @@ mod common;
 use common::python::{check, pythons};
 use common::server::{PROGRAM, Running};
 use turbomoq::Compressor;
-use turbomoq::archive::Archive;
-use turbomoq::prompt_cache::PromptCache;
+use turbomoq::io::archive::Archive;
+use turbomoq::io::prompt_cache::PromptCache;
 
 const RECIPE: &str = "turboquant-mse@4,sinks=4,window=64";
 

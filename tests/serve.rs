@@ -10,10 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use turbomoq::archive::Archive;
-use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
+use turbomoq::io::archive::Archive;
+use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::{Client, Reply, Request, socket_path};
-use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, rng::Rng};
+use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, math::rng::Rng};
 
 const RECIPE: &str = "turboquant-mse@4,sinks=2,window=16";
 

@@ -3,10 +3,10 @@
 mod common;
 
 use common::*;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, OBSERVE_EVERY, Plan};
-use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::{Cpu, dense_scores, dense_sum};
 use turbomoq::policy::{ModelShape, TierPolicy};
 use turbomoq::{Dtype, Error, Recipe, Tensor};
 
@@ -140,7 +140,7 @@ fn used_bytes_are_those_of_the_tokens_that_a_trim_has_left() {
     let mut two = one.clone();
     one.append(&cut(&x, 0, 120), &cut(&x, 0, 120)).unwrap();
     one.trim(20).unwrap();
-    let rules = turbomoq::attention::Rules::causal(0.1);
+    let rules = turbomoq::engine::attention::Rules::causal(0.1);
     two.update_and_attend(&cut(&x, 0, 100), &cut(&x, 0, 100), &cut(&x, 0, 100), &rules).unwrap();
     assert_eq!(one.used_bytes(), two.used_bytes());
     assert!(two.nbytes() > one.nbytes(), "queries are held too");
@@ -415,24 +415,24 @@ fn what_has_no_form_is_refused_at_construction() {
 #[cfg(feature = "mlx")]
 #[test]
 fn the_graph_has_the_same_tiers_and_masses() {
-    use turbomoq::graph::Graph;
-    let graph = Graph::new();
+    use turbomoq::engine::mlx::Mlx;
+    let mlx = Mlx::new();
     let (h, rep, t) = (2, 2, 1400);
     let (k, v) = (half(&keys(&[1, h, t, D], 1)), half(&gauss(&[1, h, t, D], 2)));
     let policy = "progressive:256=16/16,512=4/4,rest=2/1";
     let mut host = tiered(&Cpu, "turboquant-mse@4/4,sinks=4,window=128", policy);
-    let mut device = tiered(&graph, "turboquant-mse@4/4,sinks=4,window=128", policy);
-    let put = |x: &Tensor| graph.put(x).unwrap();
+    let mut device = tiered(&mlx, "turboquant-mse@4/4,sinks=4,window=128", policy);
+    let put = |x: &Tensor| mlx.put(x).unwrap();
     host.update_and_fetch(&k, &v).unwrap();
     device.update_and_fetch(&put(&k), &put(&v)).unwrap();
     assert_eq!(host.report().unwrap(), device.report().unwrap());
     let q = gauss(&[1, h * rep, 1, D], 5);
     let rules = Rules { exact: true, ..Rules::causal(0.125) };
     let a = Cpu.masses(&host.segments(), &q, &rules).unwrap();
-    let b = graph.masses(&device.segments(), &put(&q), &Rules::causal(0.125)).unwrap();
+    let b = mlx.masses(&device.segments(), &put(&q), &Rules::causal(0.125)).unwrap();
     assert!(greatest_difference(&a, &b) < 1e-3, "{a:?} {b:?}");
     assert!((b.iter().sum::<f32>() - 1.0).abs() < 1e-5);
     let a = host.attend(&q, &rules).unwrap().to_f32().unwrap();
     let b = device.attend(&put(&q), &Rules::causal(0.125)).unwrap();
-    assert!(greatest_difference(&a, &graph.get(&b).unwrap().to_f32().unwrap()) < 5e-3);
+    assert!(greatest_difference(&a, &mlx.get(&b).unwrap().to_f32().unwrap()) < 5e-3);
 }

@@ -11,11 +11,11 @@ use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 use std::sync::Arc;
 use turbomoq::codec::Codec;
-use turbomoq::codes::Frame;
+use turbomoq::codec::codes::Frame;
 use turbomoq::compressor::BLOCK;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
-use turbomoq::mlx_ops::{get, put, slice};
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::engine::mlx::arrays::{get, put, slice};
 use turbomoq::spec::Side;
 use turbomoq::{Compressor, Recipe, Tensor};
 

@@ -3,13 +3,13 @@
 //! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
 //! belong to the codecs, and a policy's blocks are those of the body.
 
-use super::tiers::Seen;
+use super::held::Seen;
 use super::{LayerShape, SequenceCache};
-use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Frame, check_dtypes};
+use crate::codec::codes::{Buffer, Frame, check_dtypes};
 use crate::compressor::BLOCK;
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored};
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;

@@ -10,14 +10,12 @@
 //! between tiers, during 32 of every 128 tokens.
 
 use super::SequenceCache;
-use super::append::{join, write};
-use super::report::bytes_of;
-use super::tiers::Held;
-use super::undo::compacted;
-use crate::attention::{Segment, Stored, cut};
-use crate::codes::Buffer;
+use super::held::Held;
+use super::segments::{bytes_of, compacted, join, write};
+use crate::codec::codes::Buffer;
 use crate::compressor::BLOCK;
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored, cut};
 use crate::error::{Error, Result};
 use crate::policy::Ema;
 use crate::tensor::Dtype;

@@ -6,10 +6,10 @@
 
 use super::padding::Group;
 use super::{Block, LayerShape, SequenceCache};
-use crate::attention::{Rules, Segment};
 use crate::codec::Codec;
-use crate::codes::Buffer;
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, Segment};
 use crate::error::{Error, Result};
 use crate::policy::TierPolicy;
 use crate::recipe::Recipe;
@@ -220,7 +220,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// back to the window as they decode.
     ///
     /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
-    /// [`crate::attention::Rules::mask`].
+    /// [`crate::engine::attention::Rules::mask`].
     ///
     /// # Errors
     /// The engine's own; the cache is then as it was.

@@ -1,9 +1,10 @@
 //! What a cache holds: one line a segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
 
+use super::segments::bytes_of;
 use super::{Exact, SequenceCache};
-use crate::attention::Stored;
-use crate::codes::{Buffer, Frame};
+use crate::codec::codes::{Buffer, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::Stored;
 use crate::policy::Ema;
 use serde::Serialize;
 
@@ -106,7 +107,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         for segment in self.segments() {
             let (start, tokens) = (segment.start, segment.keys.len());
             let in_body = self.body.iter().any(|b| b.start == start);
-            let inside = |b: &&super::tiers::Held| (start..start + tokens).contains(&b.start);
+            let inside = |b: &&super::held::Held| (start..start + tokens).contains(&b.start);
             let tiers = self.tiers.as_ref().filter(|_| in_body);
             let (tier, mass) = match tiers.and_then(|t| Some((t, t.blocks.iter().find(inside)?))) {
                 Some((tiers, first)) => (
@@ -166,11 +167,4 @@ impl<E: Engine + Clone> SequenceCache<E> {
 
 fn bytes_of_exact<T: Buffer>(exact: &Exact<T>) -> usize {
     exact.keys.nbytes() + exact.values.nbytes()
-}
-
-pub(super) fn bytes_of<T: Buffer>(side: &Stored<T>) -> usize {
-    match side {
-        Stored::Exact { rows, .. } => rows.nbytes(),
-        Stored::Packed(codes) => codes.words().nbytes() + codes.scales().nbytes(),
-    }
 }

@@ -5,16 +5,17 @@
 
 use super::consistent::misfit;
 use super::draft::Border;
-use super::tiers::{Held, Seen};
+use super::held::{Held, Seen};
 use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
-use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored};
 use crate::error::{Error, Result};
 use crate::policy::{Ema, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::CodecSpec;
+use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -127,7 +128,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         }
         for (side, codec) in SIDES.iter().zip(&self.codecs) {
             if let Some(levels) = codec.as_ref().and_then(|c| c.fitted()) {
-                let levels = crate::Tensor::new(&[levels.len()], levels.to_vec())?;
+                let levels = Tensor::new(&[levels.len()], levels.to_vec())?;
                 arrays.insert(format!("levels.{side}"), self.engine.put(&levels)?);
             }
         }

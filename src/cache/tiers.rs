@@ -5,18 +5,17 @@
 //! segment gets buffers of its own, so an evicted or recoded block frees its bytes at once.
 
 use super::SequenceCache;
-use super::append::join;
-use super::undo::{Undo, compacted};
-use crate::attention::{Rules, Segment, Stored, cut};
+use super::held::{Held, Retired, Seen};
+use super::segments::{compacted, join};
+use super::undo::Undo;
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::BLOCK;
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, Segment, Stored, cut};
 use crate::error::{Error, Result};
 use crate::policy::{Action, Bits, Block, Ema, TierPolicy};
 use crate::recipe;
 use crate::tensor::Dtype;
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,15 +23,6 @@ use std::sync::Arc;
 pub const OBSERVE_EVERY: usize = 16;
 /// Tokens that are recoded in one batch: a bound for the dense copy.
 const BATCH: usize = 512;
-
-/// A block as the cache keeps track of it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Held {
-    pub(super) start: usize,
-    pub(super) len: usize,
-    pub(super) tier: usize,
-    pub(super) mass: Ema,
-}
 
 /// The policy of a cache and what it has observed.
 #[derive(Clone, Debug)]
@@ -47,26 +37,6 @@ pub(super) struct Tiers {
     pub(super) unobserved: usize,
     /// Calls of the last tokens, as far back as [`SequenceCache::reach`], oldest first.
     pub(super) seen: Vec<Seen>,
-}
-
-/// What the observations were before the queries of some tokens, which may be taken back.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Seen {
-    /// Positions of the queries.
-    pub(super) tokens: Range<usize>,
-    pub(super) unobserved: usize,
-    /// Attention of the blocks, and of sinks and window, if these queries were observed.
-    masses: Option<(Vec<Ema>, [Ema; 2])>,
-}
-
-/// What a policy makes of a body.
-pub(super) struct Retired<T> {
-    pub(super) body: Vec<Segment<T>>,
-    pub(super) blocks: Vec<Held>,
-    /// Blocks that were recoded or dropped, as they were, where they are asked for.
-    pub(super) old: Vec<Segment<T>>,
-    /// Views of what was dropped, the fresh block included.
-    pub(super) dropped: Vec<Segment<T>>,
 }
 
 /// A run of tokens of one tier on its way into the body.
@@ -91,13 +61,6 @@ pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<V
         spec.map(|spec| Codec::new(spec).map(Arc::new)).transpose()
     };
     tiers.iter().map(|b| Ok([side(&codecs[0], b.key)?, side(&codecs[1], b.value)?])).collect()
-}
-
-impl Held {
-    /// A block that has just left the window.
-    pub(super) fn fresh(start: usize) -> Held {
-        Held { start, len: BLOCK, tier: 0, mass: Ema::default() }
-    }
 }
 
 impl Tiers {

@@ -5,12 +5,12 @@
 //! that a block is joined to would double the bytes that a join holds twice for a moment.
 
 use super::draft::Border;
-use super::tiers::{Held, Seen};
+use super::held::{Held, Seen};
+use super::segments::compacted;
 use super::{Exact, SequenceCache};
-use crate::attention::{Segment, Stored, cut};
-use crate::codes::{Buffer, Codes};
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::engine::attention::{Segment, cut};
 use crate::policy::Ema;
 use std::ops::Range;
 use std::sync::Arc;
@@ -159,18 +159,4 @@ impl<E: Engine + Clone> SequenceCache<E> {
             (tiers.unobserved, tiers.seen) = (before.unobserved, before.seen);
         }
     }
-}
-
-/// The same tokens in buffers of their own, so that a view does not keep a larger buffer alive.
-pub(super) fn compacted<E: Engine>(engine: &E, s: &Segment<E::Tensor>) -> Result<Segment<E::Tensor>> {
-    let own = |side: &Stored<E::Tensor>| -> Result<Stored<E::Tensor>> {
-        Ok(match side {
-            Stored::Exact { rows, len } => Stored::Exact { rows: engine.compact(rows)?, len: *len },
-            Stored::Packed(codes) => {
-                let (words, scales) = (engine.compact(codes.words())?, engine.compact(codes.scales())?);
-                Stored::Packed(Codes::new(codes.codec().clone(), codes.frame().clone(), words, scales)?)
-            }
-        })
-    };
-    Ok(Segment { start: s.start, keys: own(&s.keys)?, values: own(&s.values)? })
 }

@@ -5,10 +5,12 @@
 
 use super::say::say;
 use std::path::{Path, PathBuf};
-use turbomoq::calibration::{Calibration, score_heads};
-use turbomoq::policy::{HeadScores, ModelShape};
-use turbomoq::prompt_cache::{Layer, PromptCache};
-use turbomoq::{Error, Result, Tensor, files};
+use turbomoq::allocation::HeadScores;
+use turbomoq::allocation::calibration::{Calibration, score_heads};
+use turbomoq::io::files;
+use turbomoq::io::prompt_cache::{Layer, PromptCache};
+use turbomoq::policy::ModelShape;
+use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.
 #[derive(clap::Args)]

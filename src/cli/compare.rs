@@ -5,8 +5,8 @@ use super::verify::{RoundTrip, rows};
 use super::{EngineName, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
-use turbomoq::prompt_cache::PromptCache;
-use turbomoq::report::Row;
+use turbomoq::io::prompt_cache::PromptCache;
+use turbomoq::quality::Row;
 use turbomoq::spec::Side;
 use turbomoq::{Error, Recipe, Result};
 

@@ -4,11 +4,11 @@ use super::say::say;
 use super::{EngineName, OnEngine, RecipeArguments, beside, bytes, print_json, progress, table};
 use std::path::PathBuf;
 use std::time::Instant;
-use turbomoq::archive::Archive;
 use turbomoq::compressor::Compressor;
 use turbomoq::engine::Engine;
-use turbomoq::files;
-use turbomoq::prompt_cache::PromptCache;
+use turbomoq::io::archive::Archive;
+use turbomoq::io::files;
+use turbomoq::io::prompt_cache::PromptCache;
 use turbomoq::{Error, Recipe, Result};
 
 /// Arguments of the command.

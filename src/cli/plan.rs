@@ -6,11 +6,11 @@ use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
-use turbomoq::attention::Rules;
 use turbomoq::cache::{LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, Plan, PlanPart};
-use turbomoq::cpu::Cpu;
+use turbomoq::engine::attention::Rules;
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::math::rng::Rng;
 use turbomoq::policy::{ModelShape, TierPolicy};
-use turbomoq::rng::Rng;
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
 
 /// Tokens of an append while measuring.

@@ -4,11 +4,11 @@ use super::say::say;
 use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
 use std::path::PathBuf;
 use turbomoq::Result;
-use turbomoq::archive::Archive;
 use turbomoq::compressor::Compressor;
 use turbomoq::engine::Engine;
-use turbomoq::files;
-use turbomoq::prompt_cache::{Layer, Layout, PromptCache};
+use turbomoq::io::archive::Archive;
+use turbomoq::io::files;
+use turbomoq::io::prompt_cache::{Layer, Layout, PromptCache};
 
 /// Arguments of the command.
 #[derive(clap::Args)]

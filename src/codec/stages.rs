@@ -1,11 +1,11 @@
 //! The stages of a codec on one row: what both engines are held to.
 
 use super::{BandGrid, Codec, Prepared, Scratch};
-use crate::bits;
-use crate::frame::RowFrame;
-use crate::grid::{affine_quantize, affine_range};
-use crate::qjl::Qjl;
-use crate::rotation::dot;
+use crate::codec::frame::RowFrame;
+use crate::codec::grid::{affine_quantize, affine_range};
+use crate::math::bits;
+use crate::math::qjl::Qjl;
+use crate::math::rotation::dot;
 use crate::spec::ScaleRule;
 use half::f16;
 
@@ -31,7 +31,7 @@ impl BandGrid {
 }
 
 impl Codec {
-    /// Packs one vector: `row_words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
+    /// Packs one vector: `row_words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::math::scale`].
     #[inline(always)]
     pub fn encode_row(
         &self,

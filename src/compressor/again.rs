@@ -2,7 +2,7 @@
 
 use super::{BLOCK, CompressedSide, Compressor};
 use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
+use crate::codec::codes::{Codes, Frame};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::spec::{CodecSpec, ScaleRule};

@@ -4,9 +4,9 @@
 //! prefix have equal blocks there, because a codec is a pure function of its spec and the frame comes from the first block.
 
 use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
+use crate::codec::codes::{Codes, Frame};
 use crate::compressor::{BLOCK, CompressedCache};
-use crate::cpu::workers;
+use crate::engine::cpu::workers;
 use crate::error::Result;
 use crate::tensor::Tensor;
 use rayon::prelude::*;

@@ -5,7 +5,7 @@
 use super::parcel::{Block, Parcel};
 use super::{Label, Outcome, Stats};
 use crate::error::{Error, Result};
-use crate::policy::eviction::{Need, Resident, Shortfall, evict};
+use crate::pool::eviction::{Need, Resident, Shortfall, evict};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 

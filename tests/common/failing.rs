@@ -4,10 +4,10 @@
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
-use turbomoq::attention::{Rules, Segment};
 use turbomoq::codec::Codec;
-use turbomoq::codes::{Codes, Frame};
+use turbomoq::codec::codes::{Codes, Frame};
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::{Rules, Segment};
 use turbomoq::tensor::Dtype;
 use turbomoq::{Error, Result, Tensor};
 

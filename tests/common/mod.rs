@@ -9,12 +9,13 @@ pub mod python;
 pub mod server;
 
 use std::sync::Arc;
+use turbomoq::Tensor;
 use turbomoq::codec::Codec;
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::frame::RowFrame;
-use turbomoq::rng::Rng;
+use turbomoq::codec::codes::{Codes, Frame};
+use turbomoq::codec::frame::RowFrame;
+use turbomoq::math::codebook;
+use turbomoq::math::rng::Rng;
 use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
-use turbomoq::{Tensor, codebook};
 
 /// Standard normal f32 values; `stream` sets tensors of one test apart.
 pub fn gauss(shape: &[usize], stream: u64) -> Tensor {

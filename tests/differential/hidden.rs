@@ -2,9 +2,9 @@
 
 use crate::common::{codec, gauss};
 use turbomoq::Tensor;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::{Rules, Segment, Stored};
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
 
 const DIM: usize = 64;
@@ -105,5 +105,5 @@ fn a_weight_of_zero_hides_a_row_that_is_not_finite_on_the_cpu() {
 #[cfg(feature = "mlx")]
 #[test]
 fn a_weight_of_zero_hides_a_row_that_is_not_finite_on_mlx() {
-    weight_zero_hides(&turbomoq::graph::Graph::new());
+    weight_zero_hides(&turbomoq::engine::mlx::Mlx::new());
 }

@@ -16,7 +16,7 @@ mod sequences;
 mod subject;
 mod values;
 
-use turbomoq::cpu::probe::{self, Path};
+use turbomoq::engine::cpu::probe::{self, Path};
 
 /// The seed of the environment, or else this one.
 fn seed(default: u64) -> u64 {
@@ -62,6 +62,6 @@ const CPU_CASES: u64 = 200;
 #[cfg(feature = "mlx")]
 #[test]
 fn any_calls_on_an_mlx_cache_answer_as_the_row_form_does() {
-    let seen = sequences::on_graph(seed(100_000), cases(12, 2000));
+    let seen = sequences::on_mlx(seed(100_000), cases(12, 2000));
     println!("{seen:?}");
 }

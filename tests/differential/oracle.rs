@@ -13,10 +13,10 @@
 
 use crate::common::Tables;
 use std::sync::Arc;
-use turbomoq::attention::{Rules, Segment, Stored, additive};
+use turbomoq::codec::codes::{Codes, Frame};
 use turbomoq::codec::{Codec, Prepared};
-use turbomoq::codes::{Codes, Frame};
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::{Rules, Segment, Stored, additive};
 use turbomoq::spec::Grid;
 use turbomoq::{Dtype, Tensor};
 
@@ -70,7 +70,7 @@ pub struct Want {
 
 /// A segment on the host.
 pub fn host<E: Engine>(engine: &E, s: &Segment<E::Tensor>) -> Segment<Tensor> {
-    use turbomoq::codes::Buffer;
+    use turbomoq::codec::codes::Buffer;
     let get = |t: &E::Tensor| engine.get(t).unwrap();
     let side = |stored: &Stored<E::Tensor>| match stored {
         Stored::Exact { rows, len } => {
@@ -189,7 +189,7 @@ fn tiles(
         let (words, marked) =
             (&words[tile * group * codec.row_words()..], &scales[tile * group * codec.row_scales()..]);
         let mut scales = marked[..2 * d].to_vec();
-        let bad = turbomoq::tile::take_marks(&mut scales, group);
+        let bad = turbomoq::codec::tile::take_marks(&mut scales, group);
         for c in 0..d {
             channel.decode_row(
                 Default::default(),

@@ -6,11 +6,11 @@ use crate::values::{Kind, tensor};
 use rayon::prelude::*;
 use std::sync::Arc;
 use std::sync::Mutex;
-use turbomoq::attention::{Rules, Segment, Stored};
 use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
-use turbomoq::cpu::probe::{self, Path};
 use turbomoq::engine::Engine;
+use turbomoq::engine::attention::{Rules, Segment, Stored};
+use turbomoq::engine::cpu::Cpu;
+use turbomoq::engine::cpu::probe::{self, Path};
 use turbomoq::spec::Side;
 use turbomoq::{Dtype, Recipe};
 

@@ -5,9 +5,9 @@ use super::common::{codec, gauss, keys};
 use half::{bf16, f16};
 use std::sync::Arc;
 use turbomoq::codec::Codec;
-use turbomoq::frame::RowFrame;
-use turbomoq::kernels::plan::{self, Element, Pass};
-use turbomoq::kernels::{Form, table};
+use turbomoq::codec::frame::RowFrame;
+use turbomoq::engine::mlx::kernels::plan::{self, Element, Pass};
+use turbomoq::engine::mlx::kernels::{Form, table};
 use turbomoq::spec::{CodecSpec, Grid, RotationKind, ScaleFormat};
 
 /// Rows of one side [B, H, T, D] in a buffer of more capacity, and what the row form says of them.

@@ -7,10 +7,10 @@ mod attention;
 mod bench;
 mod encoding;
 #[cfg(feature = "mlx")]
-mod graph;
+mod mlx;
 mod mutations;
 mod signature;
 
 /// `.ci/check-macos` compiles this for a Mac, where a build that has MLX has the Metal kernels without a flag of its own.
 #[cfg(all(feature = "mlx", target_os = "macos"))]
-const _: () = assert!(turbomoq::kernels::METAL);
+const _: () = assert!(turbomoq::engine::mlx::kernels::METAL);

@@ -3,7 +3,7 @@
 use super::attention::{self, ONE, Rules, Side, close, merge_call};
 use super::bench::{Bench, Call};
 use super::encoding;
-use turbomoq::kernels::plan::{Element, Pass};
+use turbomoq::engine::mlx::kernels::plan::{Element, Pass};
 use turbomoq::spec::{CodecSpec, Grid};
 
 /// A text by its name, what is taken out of it, and what is put there.

@@ -6,8 +6,8 @@
 use super::attention::{ONE, Rules, Side};
 use super::bench::{Call, compiler};
 use std::process::Command;
-use turbomoq::kernels::plan::{Element, Pass, Value};
-use turbomoq::kernels::{Device, SOURCES, header};
+use turbomoq::engine::mlx::kernels::plan::{Element, Pass, Value};
+use turbomoq::engine::mlx::kernels::{Device, SOURCES, header};
 use turbomoq::spec::{CodecSpec, Grid};
 
 /// Thread indices that MLX declares when a body names them.

@@ -6,10 +6,10 @@ use super::{Failure, answer, by_mut, by_ref, free, give, guard, null, text, writ
 use std::ffi::c_char;
 use std::sync::Arc;
 use turbomoq::codec::Codec;
-use turbomoq::codes::Codes;
+use turbomoq::codec::codes::Codes;
 use turbomoq::compressor::BLOCK;
-use turbomoq::cpu::Cpu;
 use turbomoq::engine::Engine;
+use turbomoq::engine::cpu::Cpu;
 use turbomoq::error::Error;
 use turbomoq::recipe::Recipe;
 use turbomoq::spec::Side;

@@ -4,8 +4,8 @@ use super::codes::finite;
 use super::rows::{tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_SHAPE};
 use super::{Failure, guard, null, write};
-use turbomoq::calibration::score_heads;
-use turbomoq::policy::allocation::{MOST_BITS, Part, allocate};
+use turbomoq::allocation::calibration::score_heads;
+use turbomoq::allocation::{MOST_BITS, Part, allocate};
 use turbomoq::spec::Side;
 
 /// Heads of a whole model that bits are shared out to.
