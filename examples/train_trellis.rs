@@ -8,7 +8,7 @@
 
 use std::{env, fs, process::ExitCode, thread};
 
-use turbomoq::math::{trellis::Trellis, trellis_search::Scratch};
+use turbomoq::math::{trellis::Trellis, trellis_search::SearchScratch};
 
 const DIM: usize = 128;
 
@@ -100,7 +100,7 @@ impl Candidate {
 /// Sum and count of the samples of every window, and the mean squared error.
 fn assign(t: &Trellis, bits: usize, samples: &[f32]) -> (Vec<(f64, f64)>, f64) {
     let mut words = vec![0; t.words(DIM)];
-    let mut scratch = Scratch::default();
+    let mut scratch = SearchScratch::default();
     let (mut cells, mut error) = (vec![(0.0, 0.0); t.levels().len()], 0.0);
     for y in samples.chunks_exact(DIM) {
         t.encode(y, &mut words, &mut scratch);

@@ -23,7 +23,7 @@ pub const DISTORTION: [f64; MOST_BITS] =
 
 /// One side of one KV head: what its noise does.
 #[derive(Clone, Debug, PartialEq)]
-pub struct Part {
+pub struct HeadSide {
     /// Ordinal of the layer among those with keys and values.
     pub layer: usize,
     /// KV head.
@@ -36,11 +36,11 @@ pub struct Part {
     pub losses: [f64; MOST_BITS],
 }
 
-impl Part {
+impl HeadSide {
     /// A part whose loss is proportional to the distortion of its codes; `price` is the loss when the noise has the energy of the
     /// vectors themselves.
-    pub fn by_price(layer: usize, head: usize, side: Side, channels: usize, price: f64) -> Part {
-        Part { layer, head, side, channels, losses: DISTORTION.map(|d| price * d) }
+    pub fn by_price(layer: usize, head: usize, side: Side, channels: usize, price: f64) -> HeadSide {
+        HeadSide { layer, head, side, channels, losses: DISTORTION.map(|d| price * d) }
     }
 
     /// Vertices of the lower convex hull of the losses from `least` to `most` bits: widths that can be reached, with the loss.
@@ -70,7 +70,7 @@ const MOST_SCALARS: usize = 1 << 40;
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the average is below `least`, the range is not within 1 to 8 bits, or a loss is not a finite number.
-pub fn allocate(parts: &[Part], average: f64, least: u8, most: u8) -> Result<Vec<u8>> {
+pub fn allocate(parts: &[HeadSide], average: f64, least: u8, most: u8) -> Result<Vec<u8>> {
     let no = |field, value: String, reason: String| Err(Error::Unsupported { field, value, reason });
     if !(1..=most).contains(&least) || usize::from(most) > MOST_BITS {
         return no("bits of a head", format!("{least} to {most}"), "a range within 1 to 8".into());
@@ -112,7 +112,7 @@ pub fn allocate(parts: &[Part], average: f64, least: u8, most: u8) -> Result<Vec
 }
 
 /// The loss of parts at given widths.
-pub fn loss(parts: &[Part], widths: &[u8]) -> f64 {
+pub fn loss(parts: &[HeadSide], widths: &[u8]) -> f64 {
     parts.iter().zip(widths).map(|(p, &b)| p.losses[usize::from(b).clamp(1, MOST_BITS) - 1]).sum()
 }
 
@@ -120,7 +120,7 @@ pub fn loss(parts: &[Part], widths: &[u8]) -> f64 {
 ///
 /// # Errors
 /// [`Error::Unsupported`] if a layer, head or side is missing or named twice.
-pub fn plan(parts: &[Part], widths: &[u8]) -> Result<BitPlan> {
+pub fn plan(parts: &[HeadSide], widths: &[u8]) -> Result<BitPlan> {
     let side = |side: Side| -> Result<Widths> {
         let mut layers: Vec<Vec<u8>> = vec![];
         let mut mine: Vec<_> = parts.iter().zip(widths).filter(|(p, _)| p.side == side).collect();
@@ -148,8 +148,8 @@ pub fn plan(parts: &[Part], widths: &[u8]) -> Result<BitPlan> {
 mod tests {
     use super::*;
 
-    fn part(head: usize, price: f64) -> Part {
-        Part::by_price(0, head, Side::Key, 64, price)
+    fn part(head: usize, price: f64) -> HeadSide {
+        HeadSide::by_price(0, head, Side::Key, 64, price)
     }
 
     #[test]
@@ -180,7 +180,7 @@ mod tests {
             allocate(&[part(0, f64::NAN)], 4.0, 2, 8),
             Err(Error::Unsupported { field: "loss", .. })
         ));
-        let wide = Part { channels: usize::MAX, ..part(0, 1.0) };
+        let wide = HeadSide { channels: usize::MAX, ..part(0, 1.0) };
         for parts in [vec![wide.clone()], vec![wide.clone(), wide]] {
             assert!(matches!(allocate(&parts, 4.0, 2, 8), Err(Error::Unsupported { field: "channels", .. })));
         }

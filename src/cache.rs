@@ -28,13 +28,13 @@ mod tiers;
 mod trim;
 mod undo;
 
-pub use capacity::{Plan, PlanPart};
+pub use capacity::{CapacityPlan, PlanPart};
 pub use heads::HeadGroups;
 pub use layer::LayerCache;
 pub use mask::Mask;
 pub use model::{KvCache, KvLayer};
 pub use models::{Claim, Model, ModelPlan, Sliding, models};
-pub use report::{LayerReport, Part};
+pub use report::{LayerReport, PartReport};
 pub use state::{GroupsState, ModelState, State};
 pub use tiers::{OBSERVE_EVERY, tier_codecs};
 
@@ -43,7 +43,7 @@ use crate::codec::codes::{Buffer, Frame};
 use crate::engine::Engine;
 use crate::engine::attention::{Rules, Segment, Stored};
 use crate::error::{Error, Result};
-use crate::policy::Block;
+use crate::policy::BlockFacts;
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use crate::tensor::Dtype;

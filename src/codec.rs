@@ -76,10 +76,10 @@ pub struct Codec {
 
 /// Buffers that the stages reuse from row to row.
 #[derive(Clone, Debug)]
-pub struct Scratch {
+pub struct RowScratch {
     rows: [Vec<f32>; 3],
     codes: Vec<u8>,
-    search: trellis_search::Scratch,
+    search: trellis_search::SearchScratch,
 }
 
 /// A query in the codec's domain.
@@ -268,12 +268,12 @@ impl Codec {
     }
 
     /// Buffers for this codec's stages.
-    pub fn scratch(&self) -> Scratch {
+    pub fn scratch(&self) -> RowScratch {
         let d = self.spec.head_dim;
-        Scratch {
+        RowScratch {
             rows: std::array::from_fn(|_| vec![0.0; d]),
             codes: vec![0; d],
-            search: trellis_search::Scratch::default(),
+            search: trellis_search::SearchScratch::default(),
         }
     }
 }

@@ -1,7 +1,7 @@
 //! Decisions on the blocks of a cache from numbers only: which stay, which are packed with fewer bits, which are dropped.
 //! [`eviction`] decides likewise on whole caches of a pool.
 //!
-//! A policy is plain data and its decision a pure function of the [`Block`] facts: equal facts give equal actions. Quality only
+//! A policy is plain data and its decision a pure function of the [`BlockFacts`] facts: equal facts give equal actions. Quality only
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that
 //! already follow the decision gives [`Action::Keep`] for all of them.
 
@@ -27,7 +27,7 @@ pub struct Bits {
 
 /// What a policy knows of a block.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Block {
+pub struct BlockFacts {
     /// Position of the first token.
     pub start: usize,
     /// Tokens.
@@ -85,7 +85,7 @@ pub enum TierPolicy {
 
 impl TierPolicy {
     /// One action a block.
-    pub fn decide(&self, blocks: &[Block]) -> Vec<Action> {
+    pub fn decide(&self, blocks: &[BlockFacts]) -> Vec<Action> {
         match self {
             TierPolicy::None => vec![Action::Keep; blocks.len()],
             TierPolicy::Progressive(policy) => policy.decide(blocks),

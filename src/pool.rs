@@ -11,13 +11,13 @@ mod facts;
 mod parcel;
 mod table;
 
-pub use facts::{Agent, Label, Outcome, Spill, Stats};
+pub use facts::{Agent, Label, Outcome, PoolStats, Spill};
 pub(crate) use parcel::body_bytes;
 pub use parcel::{Parcel, Pooled};
 
 use crate::error::{EVICTED, Error, Result};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use table::{Incoming, Place, Request, Slot, Table, Terms};
+use table::{Claimant, Incoming, Slot, Table, Terms, Verdict};
 
 /// Caches of many agents in one budget.
 pub struct MemoryPool<C> {
@@ -221,7 +221,7 @@ impl<C: Pooled> MemoryPool<C> {
             return;
         }
         let incoming = Some(Incoming { id: &label.id, parcel, terms: None, version: None });
-        let request = Request { incoming, budget: table.budget, spills: false, evicts: false };
+        let request = Claimant { incoming, budget: table.budget, spills: false, evicts: false };
         // No room is no error here: it stays on the disk.
         drop(table.place(&request));
     }
@@ -263,9 +263,9 @@ impl<C: Pooled> MemoryPool<C> {
         let mut table = self.lock();
         loop {
             let budget = budget(&table);
-            let request = Request { incoming: None, budget, spills: self.spill.is_some(), evicts: true };
+            let request = Claimant { incoming: None, budget, spills: self.spill.is_some(), evicts: true };
             match table.place(&request)? {
-                Place::Done(outcome, _) => {
+                Verdict::Done(outcome, _) => {
                     done(&mut table);
                     return Ok(outcome);
                 }
@@ -275,7 +275,7 @@ impl<C: Pooled> MemoryPool<C> {
     }
 
     /// Figures of the pool.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> PoolStats {
         self.lock().stats()
     }
 

@@ -4,7 +4,7 @@
 //! with queries, each query's products centred over the tokens (softmax does not see their mean), correlated before against after.
 
 use crate::codec::codes::Buffer;
-use crate::compressor::{CompressedSide, Stats};
+use crate::compressor::{CompressedSide, CompressionStats};
 use crate::error::{Error, Result};
 use crate::math::rng::Rng;
 use crate::spec::Side;
@@ -16,7 +16,7 @@ const QUERIES: usize = 16;
 
 /// Accuracy of one side of one layer.
 #[derive(Clone, Debug, Serialize)]
-pub struct Row {
+pub struct QualityRow {
     /// Place in the model.
     pub layer: String,
     /// Keys or values.
@@ -31,11 +31,11 @@ pub struct Row {
 
 /// Accuracy, size and time of a whole cache.
 #[derive(Clone, Debug, Serialize)]
-pub struct Report {
+pub struct QualityReport {
     /// The recipe in its text form.
     pub recipe: String,
     /// One row a layer and side.
-    pub layers: Vec<Row>,
+    pub layers: Vec<QualityRow>,
     /// Bytes of all buffers in memory.
     pub reported_bytes: usize,
     /// Bytes of the file.
@@ -54,10 +54,10 @@ pub struct Report {
     pub decode_ms: f64,
 }
 
-impl Report {
+impl QualityReport {
     /// A report without times and file.
-    pub fn new(recipe: String, layers: Vec<Row>, stats: Stats) -> Report {
-        Report {
+    pub fn new(recipe: String, layers: Vec<QualityRow>, stats: CompressionStats) -> QualityReport {
+        QualityReport {
             recipe,
             layers,
             reported_bytes: stats.bytes,
@@ -85,7 +85,7 @@ pub fn compare<T: Buffer>(
     before: &Tensor,
     after: &Tensor,
     queries: Option<&Tensor>,
-) -> Result<Row> {
+) -> Result<QualityRow> {
     let shape = packed.shape;
     for (what, x) in [("before", before), ("after", after)] {
         if x.shape() != shape {
@@ -107,7 +107,7 @@ pub fn compare<T: Buffer>(
     let (a, b) = (rows(before)?, rows(after)?);
     let ([batch, heads, _, d], t) = (packed.shape, range.len());
     if a.is_empty() {
-        return Ok(Row { layer, side, cosine: 1.0, relative_mse: 0.0, logit_correlation: 1.0 });
+        return Ok(QualityRow { layer, side, cosine: 1.0, relative_mse: 0.0, logit_correlation: 1.0 });
     }
     let (mut cosine, mut error, mut size) = (0f64, 0f64, 0f64);
     for (a, b) in a.chunks_exact(d).zip(b.chunks_exact(d)) {
@@ -144,7 +144,7 @@ pub fn compare<T: Buffer>(
     }
     let vectors = (a.len() / d).max(1) as f64;
     let flat = sums[0] * sums[1] <= 0.0;
-    Ok(Row {
+    Ok(QualityRow {
         layer,
         side,
         cosine: cosine / vectors,

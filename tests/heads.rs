@@ -1,7 +1,7 @@
 //! Heads of different widths in one layer: each head answers as it would alone, and a plan is held by files and refused by others.
 
 use proptest::prelude::*;
-use turbomoq::allocation::{Part, allocate, loss};
+use turbomoq::allocation::{HeadSide, allocate, loss};
 use turbomoq::cache::{GroupsState, HeadGroups, KvCache, LayerCache, LayerShape};
 use turbomoq::engine::attention::Rules;
 use turbomoq::engine::cpu::Cpu;
@@ -161,8 +161,8 @@ proptest! {
         average in 1.0f64..8.0,
         least in 1u8..3,
     ) {
-        let parts: Vec<Part> =
-            prices.iter().enumerate().map(|(h, &p)| Part::by_price(0, h, Side::Key, 64, p)).collect();
+        let parts: Vec<HeadSide> =
+            prices.iter().enumerate().map(|(h, &p)| HeadSide::by_price(0, h, Side::Key, 64, p)).collect();
         prop_assume!(average >= f64::from(least));
         let widths = allocate(&parts, average, least, 8).unwrap();
         let sum: f64 = widths.iter().map(|&w| f64::from(w)).sum();

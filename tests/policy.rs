@@ -1,8 +1,8 @@
 //! Laws that the tier policies keep on any facts: never up, never more bits for less attention, pins, idempotence, determinism.
 
 use proptest::prelude::*;
-use turbomoq::cache::Plan;
-use turbomoq::policy::{Action, Block, ModelShape, TierPolicy};
+use turbomoq::cache::CapacityPlan;
+use turbomoq::policy::{Action, BlockFacts, ModelShape, TierPolicy};
 
 const POLICIES: [&str; 5] = [
     "progressive",
@@ -12,7 +12,7 @@ const POLICIES: [&str; 5] = [
     "attention:0.9=8/8,0.5=4/4,rest=2/1,patience=1,evict=0.01",
 ];
 
-fn blocks(tiers: usize) -> impl Strategy<Value = Vec<Block>> {
+fn blocks(tiers: usize) -> impl Strategy<Value = Vec<BlockFacts>> {
     // Few distinct masses, so that ties are common.
     let fact = (0u8..12, 0u32..8, 0..tiers, prop::bool::weighted(0.15), 1usize..=128, 0usize..2000);
     prop::collection::vec(fact, 0..80).prop_map(|facts| {
@@ -22,18 +22,18 @@ fn blocks(tiers: usize) -> impl Strategy<Value = Vec<Block>> {
             let start = at + gap % 3 * 64;
             at = start + len;
             let age = (end - at) * (1 + gap);
-            Block { start, len, age, mass: f32::from(mass) * 0.003, observed, tier, pinned }
+            BlockFacts { start, len, age, mass: f32::from(mass) * 0.003, observed, tier, pinned }
         };
         facts.into_iter().map(block).collect()
     })
 }
 
 /// The facts after the cache has done what it was told.
-fn applied(blocks: &[Block], actions: &[Action]) -> Vec<Block> {
+fn applied(blocks: &[BlockFacts], actions: &[Action]) -> Vec<BlockFacts> {
     let pairs = blocks.iter().zip(actions);
     let after = pairs.filter_map(|(b, a)| match a {
         Action::Keep => Some(*b),
-        Action::Recode(tier) => Some(Block { tier: *tier, ..*b }),
+        Action::Recode(tier) => Some(BlockFacts { tier: *tier, ..*b }),
         Action::Drop => None,
     });
     after.collect()
@@ -70,8 +70,8 @@ proptest! {
     #[test]
     fn less_attention_never_has_more_bits(which in 2..POLICIES.len(), blocks in blocks(1)) {
         let policy: TierPolicy = POLICIES[which].parse().unwrap();
-        let blocks: Vec<Block> =
-            blocks.into_iter().map(|b| Block { observed: 9, pinned: false, tier: 0, ..b }).collect();
+        let blocks: Vec<BlockFacts> =
+            blocks.into_iter().map(|b| BlockFacts { observed: 9, pinned: false, tier: 0, ..b }).collect();
         let rank = |a: &Action| match a {
             Action::Keep => 0,
             Action::Recode(tier) => *tier,
@@ -101,7 +101,7 @@ proptest! {
         let TierPolicy::Progressive(policy) = "progressive".parse().unwrap() else { panic!() };
         let shape = ModelShape { layers: 4, kv_heads: heads, key_dim: 128, value_dim: 64 };
         let (recipe, budget) = ("best".parse().unwrap(), megabytes << 20);
-        let plan = Plan::new(&recipe, &TierPolicy::Progressive(policy.clone()), &shape).unwrap();
+        let plan = CapacityPlan::new(&recipe, &TierPolicy::Progressive(policy.clone()), &shape).unwrap();
         let tokens = policy.capacity(&recipe, &shape, budget).unwrap();
         prop_assert!(plan.bytes(tokens) <= budget && plan.bytes(tokens + 1) > budget);
         prop_assert!(policy.capacity(&recipe, &shape, budget + (1 << 20)).unwrap() >= tokens);

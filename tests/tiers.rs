@@ -3,7 +3,7 @@
 mod common;
 
 use common::*;
-use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, OBSERVE_EVERY, Plan};
+use turbomoq::cache::{CapacityPlan, KvCache, KvLayer, LayerCache, LayerShape, OBSERVE_EVERY};
 use turbomoq::engine::Engine;
 use turbomoq::engine::attention::Rules;
 use turbomoq::engine::cpu::{Cpu, dense_scores, dense_sum};
@@ -108,7 +108,7 @@ fn the_plan_is_what_the_cache_costs() {
     let shape = ModelShape { layers: 1, kv_heads: h, key_dim: D, value_dim: D };
     for policy in [SHORT, "none", "progressive:300=8/8,rest=3/2"] {
         for recipe in ["best@4/4", "turboquant-mse@16/4,sinks=0,window=50"] {
-            let plan = Plan::new(&recipe.parse().unwrap(), &policy.parse().unwrap(), &shape).unwrap();
+            let plan = CapacityPlan::new(&recipe.parse().unwrap(), &policy.parse().unwrap(), &shape).unwrap();
             for t in [1, 3, 133, 200, 261, 1000, 2500] {
                 let x = half(&gauss(&[1, h, t, D], 2));
                 for chunk in [t, 100, 1] {

@@ -12,7 +12,7 @@ use mlx_rs::{Array, Dtype};
 use std::sync::Arc;
 use turbomoq::codec::Codec;
 use turbomoq::codec::codes::Frame;
-use turbomoq::compressor::BLOCK;
+use turbomoq::compressor::TOKENS_PER_BLOCK;
 use turbomoq::engine::Engine;
 use turbomoq::engine::cpu::Cpu;
 use turbomoq::engine::mlx::arrays::{get, put, slice};
@@ -84,10 +84,10 @@ impl Attend for Rebuilt {
     fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
         let (tokens, mut done, mut parts) = (q.shape()[2] as usize, 0, vec![]);
         while done < tokens {
-            if self.window > 0 && self.waiting() == self.window + BLOCK {
-                self.leave(BLOCK)?;
+            if self.window > 0 && self.waiting() == self.window + TOKENS_PER_BLOCK {
+                self.leave(TOKENS_PER_BLOCK)?;
             }
-            let end = tokens.min(done + self.window + BLOCK - self.waiting());
+            let end = tokens.min(done + self.window + TOKENS_PER_BLOCK - self.waiting());
             for (side, x) in self.sides.iter_mut().zip([k, v]) {
                 side.append(&slice(x, 2, done, end)?, self.sinks)?;
             }

@@ -5,7 +5,7 @@
 //! scores times that distortion. The table is a safetensors file that names its version and the shape of its model.
 
 use crate::allocation::head_scores::spectral;
-use crate::allocation::{DISTORTION, MOST_BITS, Part, allocate, plan};
+use crate::allocation::{DISTORTION, HeadSide, MOST_BITS, allocate, plan};
 use crate::allocation::{HeadScorer, HeadScores};
 use crate::codec::frame::covariance;
 use crate::error::{Error, Result};
@@ -113,7 +113,7 @@ impl Calibration {
     }
 
     /// Every head's losses at 1 to 8 bits.
-    pub fn parts(&self) -> Vec<Part> {
+    pub fn parts(&self) -> Vec<HeadSide> {
         let mut parts = vec![];
         for (side, _) in SIDES {
             let channels = match side {
@@ -122,7 +122,7 @@ impl Calibration {
             };
             for (i, &losses) in self.losses[side as usize].iter().enumerate() {
                 let (layer, head) = (i / self.shape.kv_heads, i % self.shape.kv_heads);
-                parts.push(Part { layer, head, side, channels, losses });
+                parts.push(HeadSide { layer, head, side, channels, losses });
             }
         }
         parts
@@ -136,7 +136,7 @@ impl Calibration {
         let mut parts = self.parts();
         if unit == Unit::Layer {
             let heads = self.shape.kv_heads;
-            let whole = |layer: &[Part]| Part {
+            let whole = |layer: &[HeadSide]| HeadSide {
                 channels: layer.iter().map(|p| p.channels).sum(),
                 losses: std::array::from_fn(|i| layer.iter().map(|p| p.losses[i]).sum()),
                 ..layer[0].clone()

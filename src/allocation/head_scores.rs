@@ -4,7 +4,7 @@
 //! where the caller has gradients or has measured it. Position: exp(-2 x^2) with x from -1 to 1 over the layers. The weights .4, .3
 //! and .3 are those of the original system; measured prices (see `turbomoq::allocation::calibration`) replace all of this where there are any.
 
-use super::{MOST_BITS, Part, allocate};
+use super::{HeadSide, MOST_BITS, allocate};
 use crate::error::{Error, Result};
 use crate::spec::Side;
 
@@ -74,9 +74,10 @@ impl HeadScores {
     }
 
     /// One side of every head, as the allocator takes it.
-    pub fn parts(&self, side: Side) -> Vec<Part> {
+    pub fn parts(&self, side: Side) -> Vec<HeadSide> {
         let HeadScorer { heads, head_dim, .. } = self.scorer;
-        let part = |(i, &score): (usize, &f64)| Part::by_price(i / heads, i % heads, side, head_dim, score);
+        let part =
+            |(i, &score): (usize, &f64)| HeadSide::by_price(i / heads, i % heads, side, head_dim, score);
         self.scores.iter().enumerate().map(part).collect()
     }
 

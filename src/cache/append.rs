@@ -6,7 +6,7 @@ use super::undo::Undo;
 use super::{Exact, SequenceCache};
 use crate::codec::Codec;
 use crate::codec::codes::{Buffer, Frame};
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
 use crate::engine::attention::{Segment, Stored};
 use crate::error::Result;
@@ -76,7 +76,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Tokens that the window holds before a block leaves it; a layer without a codec or a limit keeps everything there.
     pub(super) fn full_window(&self) -> usize {
         let leave = self.codecs.iter().any(Option::is_some) || self.limit().is_some();
-        if leave { self.recipe.window + BLOCK } else { usize::MAX }
+        if leave { self.recipe.window + TOKENS_PER_BLOCK } else { usize::MAX }
     }
 
     /// Writes rows behind those of the window.
@@ -161,7 +161,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Packs the oldest block of the window; `coming` tokens of the call come behind it.
     fn flush(&mut self, undo: &mut Undo<E::Tensor>, coming: usize) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
-        let (keys, values) = (window.keys.slice(2, 0, BLOCK)?, window.values.slice(2, 0, BLOCK)?);
+        let (keys, values) =
+            (window.keys.slice(2, 0, TOKENS_PER_BLOCK)?, window.values.slice(2, 0, TOKENS_PER_BLOCK)?);
         let frames = match &self.frames {
             Some(frames) => frames.clone(),
             None => {
@@ -177,12 +178,12 @@ impl<E: Engine + Clone> SequenceCache<E> {
             }
         };
         let start = self.offset - self.window_len;
-        let exact = |rows: E::Tensor| Stored::Exact { rows, len: BLOCK };
+        let exact = |rows: E::Tensor| Stored::Exact { rows, len: TOKENS_PER_BLOCK };
         let fresh = Segment { start, keys: exact(keys), values: exact(values) };
         // Views, which the next tokens copy into buffers of their own.
-        let rest = |rows: &E::Tensor| rows.slice(2, BLOCK, self.window_len);
+        let rest = |rows: &E::Tensor| rows.slice(2, TOKENS_PER_BLOCK, self.window_len);
         let (rest_k, rest_v) = (rest(&window.keys)?, rest(&window.values)?);
-        let left = self.window_len - BLOCK;
+        let left = self.window_len - TOKENS_PER_BLOCK;
         let rest = Exact { keys: rest_k, values: rest_v, capacity: left };
         let may_be_rejected = coming <= self.reach();
         let mut border = match may_be_rejected {

@@ -1,6 +1,6 @@
 //! Blocks as a cache with tiers keeps track of them, and what their policy has seen and made of them.
 
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::attention::Segment;
 use crate::policy::Ema;
 use serde::{Deserialize, Serialize};
@@ -18,7 +18,7 @@ pub(super) struct Held {
 impl Held {
     /// A block that has just left the window.
     pub(super) fn fresh(start: usize) -> Held {
-        Held { start, len: BLOCK, tier: 0, mass: Ema::default() }
+        Held { start, len: TOKENS_PER_BLOCK, tier: 0, mass: Ema::default() }
     }
 }
 

@@ -5,7 +5,7 @@
 //! callers give and get are those of the batch, padding included.
 
 use super::padding::Group;
-use super::{Block, LayerShape, SequenceCache};
+use super::{BlockFacts, LayerShape, SequenceCache};
 use crate::codec::Codec;
 use crate::codec::codes::Buffer;
 use crate::engine::Engine;
@@ -262,10 +262,10 @@ impl<E: Engine + Clone> LayerCache<E> {
     }
 
     /// What the policy sees, for each group of sequences of equal padding.
-    pub fn blocks(&self) -> Vec<Block> {
+    pub fn blocks(&self) -> Vec<BlockFacts> {
         let of = |g: &Group<E>| {
             let padding = g.padding;
-            g.cache.blocks().into_iter().map(move |b| Block { start: b.start + padding, ..b })
+            g.cache.blocks().into_iter().map(move |b| BlockFacts { start: b.start + padding, ..b })
         };
         self.groups.iter().flat_map(of).collect()
     }

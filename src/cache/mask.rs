@@ -3,7 +3,7 @@
 use super::held::Held;
 use super::padding::Group;
 use super::{LayerCache, SequenceCache};
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
 use crate::engine::attention::{Rules, positions, span};
 use crate::error::{Error, Result};
@@ -95,7 +95,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let mut blocks = tiers.blocks.clone();
         while offset.saturating_add(full - window) < end {
             offset += full - window;
-            window = full - BLOCK;
+            window = full - TOKENS_PER_BLOCK;
             blocks.push(Held::fresh(offset - full));
             let actions = tiers.policy.decide(&tiers.facts(&blocks, offset));
             let mut kept = vec![];

@@ -13,7 +13,7 @@ use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
 use crate::engine::attention::{Rules, Segment, Stored, cut};
 use crate::error::{Error, Result};
-use crate::policy::{Action, Bits, Block, Ema, TierPolicy};
+use crate::policy::{Action, Bits, BlockFacts, Ema, TierPolicy};
 use crate::recipe;
 use crate::tensor::Dtype;
 use std::ops::Range;
@@ -40,7 +40,7 @@ pub(super) struct Tiers {
 }
 
 /// A run of tokens of one tier on its way into the body.
-struct Piece<T> {
+struct TierRun<T> {
     segment: Segment<T>,
     tier: usize,
     changed: bool,
@@ -65,8 +65,8 @@ pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<V
 
 impl Tiers {
     /// What the policy sees of blocks when `offset` tokens have come.
-    pub(super) fn facts(&self, blocks: &[Held], offset: usize) -> Vec<Block> {
-        let fact = |b: &Held| Block {
+    pub(super) fn facts(&self, blocks: &[Held], offset: usize) -> Vec<BlockFacts> {
+        let fact = |b: &Held| BlockFacts {
             start: b.start,
             len: b.len,
             age: offset.saturating_sub(b.start + b.len),
@@ -154,7 +154,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     }
 
     /// What the policy sees.
-    pub fn blocks(&self) -> Vec<Block> {
+    pub fn blocks(&self) -> Vec<BlockFacts> {
         self.tiers.as_ref().map_or(vec![], |tiers| tiers.facts(&tiers.blocks, self.offset))
     }
 
@@ -171,7 +171,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let actions = tiers.policy.decide(&tiers.facts(&held, self.offset));
         let (mut old, mut dropped) = (vec![], vec![]);
         let mut blocks = Vec::with_capacity(held.len());
-        let mut body: Vec<Piece<E::Tensor>> = vec![];
+        let mut body: Vec<TierRun<E::Tensor>> = vec![];
         let mut at = 0;
         for (segment, is_fresh) in self.body.iter().map(|s| (s, false)).chain([(fresh, true)]) {
             let end = segment.start + segment.keys.len();
@@ -204,7 +204,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 blocks.extend_from_slice(run);
                 let piece =
                     if untouched { segment.clone() } else { self.recode(&view()?, tiers, tier, frames)? };
-                add(&mut body, Piece { segment: piece, tier, changed: !untouched })?;
+                add(&mut body, TierRun { segment: piece, tier, changed: !untouched })?;
             }
         }
         let body = body.into_iter().map(|p| p.segment).collect();
@@ -321,12 +321,12 @@ impl<E: Engine + Clone> SequenceCache<E> {
 }
 
 /// Puts a piece behind the body, joined to the last one if one of the two is new and both are of one tier.
-fn add<T: Buffer>(body: &mut Vec<Piece<T>>, piece: Piece<T>) -> Result<()> {
+fn add<T: Buffer>(body: &mut Vec<TierRun<T>>, piece: TierRun<T>) -> Result<()> {
     if let Some(last) = body.last_mut().filter(|last| last.tier == piece.tier)
         && (last.changed || piece.changed)
         && let Some(joined) = join(&last.segment, &piece.segment)
     {
-        *last = Piece { segment: joined?, tier: piece.tier, changed: true };
+        *last = TierRun { segment: joined?, tier: piece.tier, changed: true };
         return Ok(());
     }
     body.push(piece);

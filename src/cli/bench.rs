@@ -77,7 +77,7 @@ struct Check {
 
 /// The least length from which packed rows are the faster ones at every length tried.
 #[derive(Serialize)]
-struct Crossover {
+struct FasterFrom {
     engine: &'static str,
     recipe: String,
     tokens: Option<usize>,
@@ -93,7 +93,7 @@ struct Output {
     gpu: bool,
     checks: Vec<Check>,
     cells: Vec<Cell>,
-    crossovers: Vec<Crossover>,
+    crossovers: Vec<FasterFrom>,
 }
 
 /// The name of what the recipes are compared with.
@@ -326,7 +326,7 @@ fn compare(output: &mut Output, recipes: &[&str]) {
             let of = output.cells.iter().filter(|c| c.engine == engine && c.recipe == *recipe);
             let slowest = of.clone().filter(|c| c.times_exact < 1.0).map(|c| c.tokens).max();
             let tokens = of.map(|c| c.tokens).filter(|t| slowest.is_none_or(|s| *t > s)).min();
-            output.crossovers.push(Crossover { engine, recipe: recipe.to_string(), tokens });
+            output.crossovers.push(FasterFrom { engine, recipe: recipe.to_string(), tokens });
         }
     }
 }

@@ -6,7 +6,7 @@ use super::{EngineName, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use turbomoq::io::prompt_cache::PromptCache;
-use turbomoq::quality::Row;
+use turbomoq::quality::QualityRow;
 use turbomoq::spec::Side;
 use turbomoq::{Error, Recipe, Result};
 
@@ -77,7 +77,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         match arguments.engine.run(RoundTrip { cache: &cache, recipe }) {
             Ok((archive, restored, ms)) => {
                 let rows = rows(&cache, &restored, &archive, None)?;
-                let mean = |side: Side, f: fn(&Row) -> f64| {
+                let mean = |side: Side, f: fn(&QualityRow) -> f64| {
                     let of: Vec<f64> = rows.iter().filter(|r| r.side == side).map(f).collect();
                     of.iter().sum::<f64>() / of.len().max(1) as f64
                 };

@@ -3,7 +3,7 @@
 //! A code is the number of borders at or below the coordinate: found by halves up to 16 levels; for more levels a table of
 //! narrow cells leaves at most one border to compare with.
 
-use crate::math::bits::{self, BLOCK};
+use crate::math::bits::{self, CODES_PER_UNPACK};
 use crate::math::codebook::{self, Law};
 use crate::math::lanes::{self, Tree};
 use crate::spec::Grid;
@@ -22,7 +22,7 @@ pub struct ScalarGrid {
     pairs: Box<[[f32; 2]; 256]>,
     /// Upper border of each code but the last; a coordinate on a border takes the upper code. Padded with infinity.
     borders: Box<[f32; 256]>,
-    search: Search,
+    search: CodeSearch,
     bytes: Option<Box<ByteLevels>>,
 }
 
@@ -41,7 +41,7 @@ pub struct ByteLevels {
 
 /// How a code is found.
 #[derive(Clone, Debug)]
-enum Search {
+enum CodeSearch {
     /// 1 / step of a uniform grid, whose codes are computed.
     Step(f32),
     /// Few borders are searched by halves.
@@ -72,9 +72,9 @@ impl ScalarGrid {
             *border = 0.5 * (w[0] + w[1]);
         }
         let search = match grid {
-            Grid::Uniform => Search::Step(1.0 / codebook::uniform_step(bits)),
-            _ if bits <= 4 => Search::Tree(lanes::tree(&borders[..table.len() - 1], bits)),
-            _ => Search::cells(&borders[..table.len() - 1]),
+            Grid::Uniform => CodeSearch::Step(1.0 / codebook::uniform_step(bits)),
+            _ if bits <= 4 => CodeSearch::Tree(lanes::tree(&borders[..table.len() - 1], bits)),
+            _ => CodeSearch::cells(&borders[..table.len() - 1]),
         };
         let mut grid = ScalarGrid { bits, levels, pairs, borders, search, bytes: None };
         grid.bytes = (bits <= 4).then(|| Box::new(grid.to_bytes()));
@@ -124,32 +124,32 @@ impl ScalarGrid {
 
     /// The step, if the levels are `step * (code - (2^bits - 1) / 2)`.
     pub fn step(&self) -> Option<f32> {
-        matches!(self.search, Search::Step(_)).then(|| codebook::uniform_step(self.bits))
+        matches!(self.search, CodeSearch::Step(_)).then(|| codebook::uniform_step(self.bits))
     }
 
     /// Codes of unit-variance coordinates.
     #[inline(always)]
     pub fn quantize(&self, u: &[f32], codes: &mut [u8]) {
         match &self.search {
-            Search::Step(inverse) => {
+            CodeSearch::Step(inverse) => {
                 let (half, top) = ((1u32 << self.bits) as f32 * 0.5, ((1u32 << self.bits) - 1) as f32);
                 for (code, &u) in codes.iter_mut().zip(u) {
                     *code = nearest_integer(clamp(u * inverse + half, top).floor()) as u8;
                 }
             }
-            Search::Tree(tree) => match self.bits {
+            CodeSearch::Tree(tree) => match self.bits {
                 1 => lanes::search::<1>(tree, u, codes),
                 2 => lanes::search::<2>(tree, u, codes),
                 3 => lanes::search::<3>(tree, u, codes),
                 _ => lanes::search::<4>(tree, u, codes),
             },
-            Search::Cells { first, scale, offset } => {
+            CodeSearch::Cells { first, scale, offset } => {
                 for (code, &u) in codes.iter_mut().zip(u) {
                     let low = first[cell(u, *scale, *offset) % CELLS];
                     *code = low + u8::from(u >= self.borders[usize::from(low)]);
                 }
             }
-            Search::Halves => {
+            CodeSearch::Halves => {
                 for (code, &u) in codes.iter_mut().zip(u) {
                     *code = self.borders().partition_point(|&border| border <= u) as u8;
                 }
@@ -184,20 +184,20 @@ impl ScalarGrid {
 /// Levels of packed codes, two by one look-up.
 #[inline(always)]
 fn pairs<const B: usize>(table: &[[f32; 2]; 256], words: &[u32], out: &mut [f32]) {
-    let (out, rest) = out.as_chunks_mut::<BLOCK>();
+    let (out, rest) = out.as_chunks_mut::<CODES_PER_UNPACK>();
     let (words, last) = words.split_at(out.len() * B);
     for (words, out) in words.as_chunks::<B>().0.iter().zip(out) {
         pairs_block::<B>(table, words, out);
     }
     if !rest.is_empty() {
-        let mut block = [0.0; BLOCK];
+        let mut block = [0.0; CODES_PER_UNPACK];
         pairs_block::<B>(table, &std::array::from_fn(|i| last.get(i).copied().unwrap_or(0)), &mut block);
         rest.copy_from_slice(&block[..rest.len()]);
     }
 }
 
 #[inline(always)]
-fn pairs_block<const B: usize>(table: &[[f32; 2]; 256], words: &[u32; B], out: &mut [f32; BLOCK]) {
+fn pairs_block<const B: usize>(table: &[[f32; 2]; 256], words: &[u32; B], out: &mut [f32; CODES_PER_UNPACK]) {
     for (i, out) in out.as_chunks_mut::<2>().0.iter_mut().enumerate() {
         let (word, shift) = (2 * B * i / 32, 2 * B * i % 32);
         let mut both = words[word] >> shift;
@@ -227,17 +227,17 @@ fn nearest_integer(x: f32) -> u32 {
     (x + 8_388_608.0).to_bits() & 0x3f_ffff
 }
 
-impl Search {
-    fn cells(borders: &[f32]) -> Search {
+impl CodeSearch {
+    fn cells(borders: &[f32]) -> CodeSearch {
         let (low, high) = (borders[0], borders[borders.len() - 1]);
         let scale = (CELLS - 2) as f32 / (high - low);
         let offset = 1.0 - low * scale;
         let cells: Vec<usize> = borders.iter().map(|&b| cell(b, scale, offset)).collect();
         if !scale.is_finite() || cells.windows(2).any(|w| w[0] == w[1]) {
-            return Search::Halves;
+            return CodeSearch::Halves;
         }
         let first = std::array::from_fn(|c| cells.partition_point(|&border| border < c) as u8);
-        Search::Cells { first: Box::new(first), scale, offset }
+        CodeSearch::Cells { first: Box::new(first), scale, offset }
     }
 }
 

@@ -31,7 +31,7 @@ pub use dense::{dense_scores, dense_sum};
 use half::{bf16, f16};
 use pulp::Arch;
 use rayon::prelude::*;
-use rows::{Decode, Door, Encode, Run, Tables, scale_codes, scale_tensor};
+use rows::{Decode, Door, Encode, FrameTables, RowRun, scale_codes, scale_tensor};
 use std::sync::Arc;
 
 /// Rows a run: enough to hide the dispatch, few enough that every core gets some.
@@ -96,7 +96,7 @@ impl Engine for Cpu {
         frame.check(codec, b, h)?;
         let (words_shape, scales_shape) = ([b, h, t, codec.row_words()], [b, h, t, codec.row_scales()]);
         if let Some(channel) = codec.channel() {
-            let (group, centred) = (codec.spec().tile(), Tables::new(&frame, d)?);
+            let (group, centred) = (codec.spec().tile(), FrameTables::new(&frame, d)?);
             let mut rows = uncentred(x, &centred, d)?;
             let bad: Vec<_> = rows.chunks_exact_mut(group * d).map(|rows| tile::leave_out(rows, d)).collect();
             let turned = turn(&Tensor::new(x.shape(), rows)?, group)?;
@@ -108,7 +108,7 @@ impl Engine for Cpu {
             let scales = scale_tensor(codec.format(), &scales_shape, scales)?;
             return Codes::new(codec.clone(), frame, words, scales);
         }
-        let tables = Tables::new(&frame, d)?;
+        let tables = FrameTables::new(&frame, d)?;
         let (words, scales) = match x.float() {
             Some(Dtype::F32) => encode_rows::<f32>(codec, &tables, x, t),
             Some(Dtype::F16) => encode_rows::<f16>(codec, &tables, x, t),
@@ -123,7 +123,7 @@ impl Engine for Cpu {
         let codec = codes.codec();
         let ([b, h, t], d) = (codes.shape(), codec.spec().head_dim);
         let shape = [b, h, t, d];
-        let tables = Tables::new(codes.frame(), d)?;
+        let tables = FrameTables::new(codes.frame(), d)?;
         if let Some(channel) = codec.channel() {
             let group = codec.spec().tile();
             let (inner, bad) = channel_codes(codes, channel)?;
@@ -198,7 +198,7 @@ impl Engine for Cpu {
 /// Words and scale codes of all rows; a head has `tokens`.
 fn encode_rows<T: Door>(
     codec: &Codec,
-    tables: &Tables,
+    tables: &FrameTables,
     x: &Tensor,
     tokens: usize,
 ) -> Result<(Vec<u32>, Vec<u16>)> {
@@ -212,7 +212,7 @@ fn encode_rows<T: Door>(
             .zip(words.par_chunks_mut(RUN * w).zip(scales.par_chunks_mut(RUN * s)))
             .enumerate()
             .for_each(|(i, (x, (words, scales)))| {
-                let run = Run { codec, tables, first: i * RUN, tokens };
+                let run = RowRun { codec, tables, first: i * RUN, tokens };
                 arch.dispatch(Encode { run, x, words, scales });
             })
     })?;
@@ -221,7 +221,7 @@ fn encode_rows<T: Door>(
 
 fn decode_rows<T: Door>(
     codec: &Codec,
-    tables: &Tables,
+    tables: &FrameTables,
     words: &[u32],
     scales: &[u16],
     shape: &[usize; 4],
@@ -236,7 +236,7 @@ fn decode_rows<T: Door>(
             .zip(scales.par_chunks(RUN * s).zip(out.par_chunks_mut(RUN * d)))
             .enumerate()
             .for_each(|(i, (words, (scales, out)))| {
-                let run = Run { codec, tables, first: i * RUN, tokens: shape[2] };
+                let run = RowRun { codec, tables, first: i * RUN, tokens: shape[2] };
                 arch.dispatch(Decode { run, words, scales, out });
             })
     })?;

@@ -9,7 +9,7 @@
 use arrays::slice;
 use frame::{enter, leave};
 use stages::{cast, float, join, mlx_dtype, num, unpack, unsupported};
-use tables::Tables;
+use tables::DeviceTables;
 pub mod arrays;
 mod attend;
 mod encode;
@@ -40,7 +40,7 @@ use std::sync::Arc;
 /// The MLX engine.
 #[derive(Clone)]
 pub struct Mlx {
-    tables: Rc<RefCell<HashMap<TableKey, Rc<Tables>>>>,
+    tables: Rc<RefCell<HashMap<TableKey, Rc<DeviceTables>>>>,
     kernels: Rc<Kernels>,
 }
 
@@ -75,19 +75,19 @@ impl Mlx {
         Mlx::with_kernels(Kernels::default())
     }
 
-    fn tables(&self, codec: &Codec) -> Result<Rc<Tables>> {
+    fn tables(&self, codec: &Codec) -> Result<Rc<DeviceTables>> {
         let levels = codec.fitted().map(|l| l.iter().map(|x| x.to_bits()).collect()).unwrap_or_default();
         let key = (*codec.spec(), levels);
         if let Some(tables) = self.tables.borrow().get(&key) {
             return Ok(tables.clone());
         }
-        let tables = Rc::new(Tables::new(codec, self.kernels.device() != Device::Cpu)?);
+        let tables = Rc::new(DeviceTables::new(codec, self.kernels.device() != Device::Cpu)?);
         self.tables.borrow_mut().insert(key, tables.clone());
         Ok(tables)
     }
 
     /// Levels [B, H, T, n] of one band, before the scale.
-    fn levels(&self, tables: &Tables, i: usize, band: &Band, words: &Array) -> Result<Array> {
+    fn levels(&self, tables: &DeviceTables, i: usize, band: &Band, words: &Array) -> Result<Array> {
         let words = slice(words, 3, band.word, band.word + band.words)?;
         let table = tables.bands[i].levels.as_ref();
         match (&band.grid, table) {
@@ -109,7 +109,7 @@ impl Mlx {
     }
 
     /// Rows in the rotated domain, all bands: scaled levels, without a residual.
-    fn rotated_rows(&self, codes: &Codes<Array>, tables: &Tables) -> Result<Array> {
+    fn rotated_rows(&self, codes: &Codes<Array>, tables: &DeviceTables) -> Result<Array> {
         if let Some(rows) = fused::rows(self, codes, tables)? {
             return Ok(rows);
         }
@@ -134,7 +134,7 @@ impl Mlx {
     }
 
     /// Signs [B, H, T, m] as +1 and -1, and norms [B, H, T, 1], of one residual round.
-    fn residual(&self, codes: &Codes<Array>, tables: &Tables, round: usize) -> Result<(Array, Array)> {
+    fn residual(&self, codes: &Codes<Array>, tables: &DeviceTables, round: usize) -> Result<(Array, Array)> {
         let codec = codes.codec();
         let qjl = codec.qjl().ok_or_else(|| unsupported(codec))?;
         let per_round = qjl.projections() / 32;

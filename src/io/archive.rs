@@ -22,7 +22,9 @@ pub use shell::Shell;
 pub use spill::SpillFolder;
 
 use crate::codec::codes::{Buffer, Codes, Frame};
-use crate::compressor::{CompressedCache, CompressedLayer, CompressedSide, Compressor, Stats, check_rows};
+use crate::compressor::{
+    CompressedCache, CompressedLayer, CompressedSide, CompressionStats, Compressor, check_rows,
+};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::io::files::Outlives;
@@ -172,7 +174,7 @@ impl Archive {
     }
 
     /// Real bytes and ratios of what is packed.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> CompressionStats {
         CompressedCache { layers: self.packed().into_iter().map(|(_, _, layer)| layer.clone()).collect() }
             .stats()
     }

@@ -31,7 +31,7 @@ pub use ring::Ring;
 pub(crate) use write::Layers;
 
 use crate::error::{Error, Result};
-use source::Source;
+use source::OpenedFile;
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -147,7 +147,7 @@ impl PromptCache {
     /// As [`PromptCache::read`].
     pub fn read_signed(path: impl AsRef<Path>) -> Result<PromptCache> {
         let file = Container::open(path.as_ref())?;
-        let source = Source::new(&file)?;
+        let source = OpenedFile::new(&file)?;
         let layers = source.layers().collect::<Result<_>>()?;
         Ok(PromptCache { layout: source.layout, metadata: source.metadata, layers })
     }
@@ -161,7 +161,7 @@ impl PromptCache {
         take: impl FnOnce(Layout, BTreeMap<String, String>, &mut dyn Iterator<Item = Result<Layer>>) -> Result<R>,
     ) -> Result<R> {
         let file = Container::open(path)?;
-        let mut source = Source::new(&file)?;
+        let mut source = OpenedFile::new(&file)?;
         let (layout, metadata) = (source.layout, std::mem::take(&mut source.metadata));
         take(layout, metadata, &mut source.layers())
     }
@@ -180,7 +180,7 @@ impl PromptCache {
     /// As [`PromptCache::read`], but for unknown and batched classes.
     pub fn read_known(path: impl AsRef<Path>) -> Result<Known> {
         let file = Container::open(path.as_ref())?;
-        let source = Source::new(&file)?;
+        let source = OpenedFile::new(&file)?;
         let (mut layers, mut skipped) = (BTreeMap::new(), BTreeMap::new());
         for (i, layer) in source.layers().enumerate() {
             match layer {

@@ -5,7 +5,7 @@
 //! together, three steps of shift and mask.
 
 /// Codes that fill whole words at any width.
-pub const BLOCK: usize = 32;
+pub const CODES_PER_UNPACK: usize = 32;
 
 /// Words that hold `dim` codes of `bits` bits.
 pub const fn words(dim: usize, bits: u8) -> usize {
@@ -37,7 +37,7 @@ fn unfold<const B: usize>(stream: u64) -> u64 {
 }
 
 #[inline(always)]
-fn pack_block<const B: usize>(codes: &[u8; BLOCK]) -> [u32; B] {
+fn pack_block<const B: usize>(codes: &[u8; CODES_PER_UNPACK]) -> [u32; B] {
     let eights: [u64; 4] =
         std::array::from_fn(|i| fold::<B>(u64::from_le_bytes(*codes[8 * i..].first_chunk().expect("eight"))));
     std::array::from_fn(|w| {
@@ -56,8 +56,8 @@ fn pack_block<const B: usize>(codes: &[u8; BLOCK]) -> [u32; B] {
 }
 
 #[inline(always)]
-fn unpack_block<const B: usize>(words: &[u32; B]) -> [u8; BLOCK] {
-    let mut codes = [0; BLOCK];
+fn unpack_block<const B: usize>(words: &[u32; B]) -> [u8; CODES_PER_UNPACK] {
+    let mut codes = [0; CODES_PER_UNPACK];
     for (i, out) in codes.as_chunks_mut::<8>().0.iter_mut().enumerate() {
         let (word, shift) = (8 * B * i / 32, 8 * B * i % 32);
         let mut x = u64::from(words[word]) >> shift;
@@ -97,13 +97,13 @@ pub fn pack(codes: &[u8], bits: u8, out: &mut [u32]) {
 
 #[inline(always)]
 fn pack_all<const B: usize>(codes: &[u8], out: &mut [u32]) {
-    let (codes, rest) = codes.as_chunks::<BLOCK>();
+    let (codes, rest) = codes.as_chunks::<CODES_PER_UNPACK>();
     let (out, last) = out.split_at_mut(codes.len() * B);
     for (codes, out) in codes.iter().zip(out.as_chunks_mut::<B>().0) {
         *out = pack_block(codes);
     }
     if !rest.is_empty() {
-        let mut block = [0; BLOCK];
+        let mut block = [0; CODES_PER_UNPACK];
         block[..rest.len()].copy_from_slice(rest);
         last.copy_from_slice(&pack_block::<B>(&block)[..last.len()]);
     }
@@ -118,7 +118,7 @@ pub fn unpack(words_in: &[u32], bits: u8, codes: &mut [u8]) {
 
 #[inline(always)]
 fn unpack_all<const B: usize>(words: &[u32], codes: &mut [u8]) {
-    let (codes, rest) = codes.as_chunks_mut::<BLOCK>();
+    let (codes, rest) = codes.as_chunks_mut::<CODES_PER_UNPACK>();
     let (words, last) = words.split_at(codes.len() * B);
     for (words, codes) in words.as_chunks::<B>().0.iter().zip(codes) {
         *codes = unpack_block(words);

@@ -65,8 +65,8 @@ impl Law {
 
 /// Ascending Lloyd-Max levels of `law` at `bits` bits; computed once per process.
 pub fn lloyd_max(law: Law, bits: u8) -> Arc<[f32]> {
-    type Tables = BTreeMap<(Law, u8), Arc<[f32]>>;
-    static TABLES: LazyLock<Mutex<Tables>> = LazyLock::new(Mutex::default);
+    type Cached = BTreeMap<(Law, u8), Arc<[f32]>>;
+    static TABLES: LazyLock<Mutex<Cached>> = LazyLock::new(Mutex::default);
     let mut tables = TABLES.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     tables.entry((law, bits)).or_insert_with(|| mirror(&solve(law, bits))).clone()
 }

@@ -36,7 +36,7 @@ pub fn walsh8<const STEPS: usize>(x: &mut [f32]) {
 pub fn search<const B: usize>(tree: &Tree, u: &[f32], codes: &mut [u8]) {
     #[cfg(target_arch = "x86_64")]
     if let Some(simd) = V3::try_new() {
-        return simd.vectorize(avx2::Search::<B> { simd, tree, u, codes });
+        return simd.vectorize(avx2::LaneSearch::<B> { simd, tree, u, codes });
     }
     plain_search::<B>(tree, u, codes);
 }
@@ -105,14 +105,14 @@ mod avx2 {
         }
     }
 
-    pub(super) struct Search<'a, const B: usize> {
+    pub(super) struct LaneSearch<'a, const B: usize> {
         pub simd: V3,
         pub tree: &'a Tree,
         pub u: &'a [f32],
         pub codes: &'a mut [u8],
     }
 
-    impl<const B: usize> NullaryFnOnce for Search<'_, B> {
+    impl<const B: usize> NullaryFnOnce for LaneSearch<'_, B> {
         type Output = ();
 
         #[inline(always)]

@@ -157,7 +157,7 @@ pub(crate) fn read(words: &[u32], at: usize, count: usize) -> u64 {
 #[cfg(test)]
 pub(crate) mod tests {
     use super::*;
-    use crate::math::trellis_search::Scratch;
+    use crate::math::trellis_search::SearchScratch;
 
     const DIM: usize = 128;
 
@@ -196,7 +196,7 @@ pub(crate) mod tests {
         for (t, bound) in all().zip(bounds) {
             let law = f64::from(t.mse());
             let y = normals(if t.states_log2 == 8 { 4000 } else { 1000 } * DIM, 5);
-            let mut scratch = Scratch::default();
+            let mut scratch = SearchScratch::default();
             let mut words = vec![0; t.words(DIM)];
             let mut sum = [0.0; 3];
             for y in y.chunks_exact(DIM) {

@@ -24,7 +24,7 @@ const RENORM: usize = 4;
 
 /// Buffers of a search, to be reused; they grow to the largest search seen.
 #[derive(Clone, Debug, Default)]
-pub struct Scratch {
+pub struct SearchScratch {
     y: Vec<i16>,
     costs: Vec<u16>,
 }
@@ -35,22 +35,22 @@ impl Trellis {
     ///
     /// # Panics
     /// If `words` is shorter than `self.words(y.len())`, or the ring of `y.len() * b` bits is shorter than one window.
-    pub fn encode(&self, y: &[f32], words: &mut [u32], scratch: &mut Scratch) {
-        Arch::new().dispatch(Search { trellis: self, y, words, scratch, seam: None });
+    pub fn encode(&self, y: &[f32], words: &mut [u32], scratch: &mut SearchScratch) {
+        Arch::new().dispatch(PathSearch { trellis: self, y, words, scratch, seam: None });
     }
 }
 
 /// A search as one function, which `pulp` compiles for each instruction set.
-struct Search<'a> {
+struct PathSearch<'a> {
     trellis: &'a Trellis,
     y: &'a [f32],
     words: &'a mut [u32],
-    scratch: &'a mut Scratch,
+    scratch: &'a mut SearchScratch,
     /// The last window, where it is known.
     seam: Option<usize>,
 }
 
-impl NullaryFnOnce for Search<'_> {
+impl NullaryFnOnce for PathSearch<'_> {
     type Output = ();
 
     #[inline(always)]
@@ -68,10 +68,10 @@ impl NullaryFnOnce for Search<'_> {
     }
 }
 
-impl Search<'_> {
+impl PathSearch<'_> {
     #[inline(always)]
     fn run<const N: usize, const L: usize, const B: usize, const FINE: bool>(self) {
-        let Search { trellis, y, words, scratch, seam } = self;
+        let PathSearch { trellis, y, words, scratch, seam } = self;
         let (dim, groups, lead) = (y.len(), N >> B, 16 * L / B);
         assert!(words.len() >= trellis.words(dim), "{} words, {} needed", words.len(), trellis.words(dim));
         assert!(dim * B >= L, "a ring of {} bits, a window of {L}", dim * B);
@@ -247,8 +247,8 @@ mod tests {
 
     fn codes(trellis: &Trellis, y: &[f32], seam: Option<usize>) -> Vec<u32> {
         let mut words = vec![!0; trellis.words(y.len())];
-        let (w, scratch) = (&mut words[..], &mut Scratch::default());
-        Arch::new().dispatch(Search { trellis, y, words: w, scratch, seam });
+        let (w, scratch) = (&mut words[..], &mut SearchScratch::default());
+        Arch::new().dispatch(PathSearch { trellis, y, words: w, scratch, seam });
         words
     }
 
@@ -338,13 +338,19 @@ mod tests {
     fn codes_are_golden_on_every_machine() {
         let mut hash = 0xcbf2_9ce4_8422_2325u64;
         for t in all() {
-            let mut scratch = Scratch::default();
+            let mut scratch = SearchScratch::default();
             for (y, dim) in integers(8 * 256, 77).chunks_exact(256).zip([16, 30, 64, 80, 96, 128, 250, 256]) {
                 let mut words = vec![!0; t.words(dim)];
                 t.encode(&y[..dim], &mut words, &mut scratch);
                 let mut plain = vec![0; words.len()];
-                Search { trellis: &t, y: &y[..dim], words: &mut plain, scratch: &mut scratch, seam: None }
-                    .call();
+                PathSearch {
+                    trellis: &t,
+                    y: &y[..dim],
+                    words: &mut plain,
+                    scratch: &mut scratch,
+                    seam: None,
+                }
+                .call();
                 assert_eq!(
                     words, plain,
                     "L {} b {} dim {dim}: dispatched against plain",

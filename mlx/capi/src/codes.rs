@@ -7,7 +7,7 @@ use std::ffi::c_char;
 use std::sync::Arc;
 use turbomoq::codec::Codec;
 use turbomoq::codec::codes::Codes;
-use turbomoq::compressor::BLOCK;
+use turbomoq::compressor::TOKENS_PER_BLOCK;
 use turbomoq::engine::Engine;
 use turbomoq::engine::cpu::Cpu;
 use turbomoq::error::Error;
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn tmq_encode(
         give(out, || {
             let (codec, x) = (&by_ref(codec, "codec")?.0, tensor(rows, "rows")?);
             finite(&x, "rows")?;
-            let first = x.slice(2, 0, x.shape()[2].min(BLOCK))?;
+            let first = x.slice(2, 0, x.shape()[2].min(TOKENS_PER_BLOCK))?;
             let frame = Cpu.frame(codec, centred != 0, &first, None)?;
             Ok(tmq_codes(Cpu.encode(codec, frame, &x)?))
         })

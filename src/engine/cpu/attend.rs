@@ -17,7 +17,7 @@ pub(super) struct Hidden<'a> {
 }
 
 /// What [`Hidden`] says of one query.
-pub(super) struct Row<'a> {
+pub(super) struct QueryMask<'a> {
     rules: &'a Rules<Tensor>,
     /// Positions that are seen, mask apart.
     pub span: Range<usize>,
@@ -41,14 +41,14 @@ impl Hidden<'_> {
         Ok(Hidden { rules, sizes, last: ends.next_back().unwrap_or(0), mask, sink_logits })
     }
 
-    pub(super) fn row(&self, batch: usize, head: usize, query: usize) -> Row<'_> {
+    pub(super) fn row(&self, batch: usize, head: usize, query: usize) -> QueryMask<'_> {
         // The last query stands at the last token. More queries than tokens pass the check only where no rule asks for positions.
         let position = (self.last + 1).saturating_sub(self.sizes.queries) + query;
         let mask = self.mask.as_ref().map(|(mask, [mb, mh])| {
             let (b, h) = (batch.min(mb - 1), head.min(mh - 1));
             &mask[((b * mh + h) * self.sizes.queries + query) * self.sizes.tokens..][..self.sizes.tokens]
         });
-        Row {
+        QueryMask {
             rules: self.rules,
             span: span(self.rules, batch, position),
             mask,
@@ -57,7 +57,7 @@ impl Hidden<'_> {
     }
 }
 
-impl Row<'_> {
+impl QueryMask<'_> {
     /// Turns scores of the tokens from index `first` and position `position` on into logits, and gives the greatest; NaN if one is.
     pub(super) fn logits(&self, first: usize, position: usize, scores: &mut [f32]) -> f32 {
         let within = |p: usize| p.saturating_sub(position).min(scores.len());
@@ -103,7 +103,7 @@ pub(super) mod plain {
     use std::sync::Arc;
 
     /// The weights of one query. A query that sees nothing has weights of zero.
-    fn softmax(row: &Row, segments: &[Segment<Tensor>], weights: &mut [f32]) {
+    fn softmax(row: &QueryMask, segments: &[Segment<Tensor>], weights: &mut [f32]) {
         let (mut top, mut first) = (row.sink, 0);
         for s in segments {
             let n = s.keys.len();

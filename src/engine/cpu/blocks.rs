@@ -7,8 +7,8 @@ use super::dense::{piece, pieces};
 use super::domain::{Domain, Ready};
 use super::paths::{Path, note};
 use super::rows::Door;
-use super::simd::{self, Block, Picked, Place, Small};
-use super::unpack::{Decode, Each, Residual, Scales};
+use super::simd::{self, BandPlace, LaneBlock, Picked, Small};
+use super::unpack::{Each, ResidualScores, Scales, UnpackRows};
 use crate::codec::codes::Frame;
 use crate::codec::{Band, BandGrid, Codec};
 use crate::engine::attention::Stored;
@@ -19,62 +19,62 @@ use half::{bf16, f16};
 use std::sync::Arc;
 
 /// Keys or values of a segment.
-pub(super) struct Side {
+pub(super) struct StoredSide {
     pub dim: usize,
-    source: Source,
+    source: SideRows,
 }
 
 #[allow(clippy::large_enum_variant, reason = "one for each segment")]
-enum Source {
+enum SideRows {
     Exact(Tensor),
     Packed { codec: Arc<Codec>, frame: Frame<Tensor>, words: Tensor, scales: Tensor },
 }
 
 /// The tokens of one head of a side.
-pub(super) enum Rows<'a> {
+pub(super) enum TileRows<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     BF16(&'a [bf16]),
     Packed { codec: &'a Codec, small: Option<&'a Small>, words: &'a [u32], scales: Scales<'a> },
 }
 
-impl Side {
-    pub(super) fn new(stored: &Stored<Tensor>) -> Result<Side> {
+impl StoredSide {
+    pub(super) fn new(stored: &Stored<Tensor>) -> Result<StoredSide> {
         let source = match stored {
             Stored::Exact { rows, .. } => {
                 rows.float().ok_or_else(|| rows.wrong_dtype("rows", "F32, F16 or BF16"))?;
-                Source::Exact(pieces(rows))
+                SideRows::Exact(pieces(rows))
             }
-            Stored::Packed(codes) => Source::Packed {
+            Stored::Packed(codes) => SideRows::Packed {
                 codec: codes.codec().clone(),
                 frame: codes.frame().clone(),
                 words: pieces(codes.words()),
                 scales: pieces(codes.scales()),
             },
         };
-        Ok(Side { dim: stored.dim(), source })
+        Ok(StoredSide { dim: stored.dim(), source })
     }
 
     /// Tokens that are decoded together.
     pub(super) fn tile(&self) -> usize {
         match &self.source {
-            Source::Packed { codec, .. } => codec.spec().tile(),
-            Source::Exact(_) => 1,
+            SideRows::Packed { codec, .. } => codec.spec().tile(),
+            SideRows::Exact(_) => 1,
         }
     }
 
     /// The tokens of a head; `small` is that of the side's domain.
-    pub(super) fn rows<'a>(&'a self, head: [usize; 2], small: Option<&'a Small>) -> Rows<'a> {
+    pub(super) fn rows<'a>(&'a self, head: [usize; 2], small: Option<&'a Small>) -> TileRows<'a> {
         let rows = match &self.source {
-            Source::Exact(t @ Tensor::F16(_)) => piece(t, head).map(Rows::F16),
-            Source::Exact(t @ Tensor::BF16(_)) => piece(t, head).map(Rows::BF16),
-            Source::Exact(t) => piece(t, head).map(Rows::F32),
-            Source::Packed { codec, words, scales, .. } => {
+            SideRows::Exact(t @ Tensor::F16(_)) => piece(t, head).map(TileRows::F16),
+            SideRows::Exact(t @ Tensor::BF16(_)) => piece(t, head).map(TileRows::BF16),
+            SideRows::Exact(t) => piece(t, head).map(TileRows::F32),
+            SideRows::Packed { codec, words, scales, .. } => {
                 let scales = match codec.format() {
                     ScaleFormat::F16 => piece(scales, head).map(Scales::Halves),
                     ScaleFormat::Log8 | ScaleFormat::Wide8 => piece(scales, head).map(Scales::Bytes),
                 };
-                piece(words, head).zip(scales).map(|(words, scales)| Rows::Packed {
+                piece(words, head).zip(scales).map(|(words, scales)| TileRows::Packed {
                     codec,
                     small,
                     words,
@@ -86,7 +86,7 @@ impl Side {
     }
 
     /// Whether queries and sums of the other side are in the domain of this one.
-    pub(super) fn shares(&self, other: &Side) -> bool {
+    pub(super) fn shares(&self, other: &StoredSide) -> bool {
         fn at(t: &Option<Tensor>) -> *const u8 {
             match t {
                 Some(Tensor::F32(a)) => a.as_ptr().cast(),
@@ -95,8 +95,8 @@ impl Side {
             }
         }
         match (&self.source, &other.source) {
-            (Source::Exact(_), Source::Exact(_)) => true,
-            (Source::Packed { codec: a, frame: f, .. }, Source::Packed { codec: b, frame: g, .. }) => {
+            (SideRows::Exact(_), SideRows::Exact(_)) => true,
+            (SideRows::Packed { codec: a, frame: f, .. }, SideRows::Packed { codec: b, frame: g, .. }) => {
                 let same = at(&f.centre) == at(&g.centre) && at(&f.gain) == at(&g.gain);
                 Arc::ptr_eq(a, b) && same && at(&f.order) == at(&g.order)
             }
@@ -106,14 +106,14 @@ impl Side {
 
     pub(super) fn domain(&self) -> Result<Domain> {
         let (codec, frame) = match &self.source {
-            Source::Exact(_) => (None, Frame::default()),
-            Source::Packed { codec, frame, .. } => (Some(codec.clone()), frame.clone()),
+            SideRows::Exact(_) => (None, Frame::default()),
+            SideRows::Packed { codec, frame, .. } => (Some(codec.clone()), frame.clone()),
         };
         Domain::new(codec, &frame, self.dim)
     }
 }
 
-impl Rows<'_> {
+impl TileRows<'_> {
     /// Scores of the tokens `first..first + n` and of all queries, to be multiplied by the tokens' factors; `tile` is overwritten.
     pub(super) fn scores(
         &self,
@@ -125,18 +125,18 @@ impl Rows<'_> {
         out: &mut [f32],
     ) {
         let (n, width) = (picks.len(), dim.next_multiple_of(8));
-        if let Rows::Packed { codec, words, scales, small } = *self {
+        if let TileRows::Packed { codec, words, scales, small } = *self {
             if let (Some(small), Some(bytes)) = (small, &ready.bytes) {
                 note(Path::IntegerScores);
                 factors(codec, scales, picks, 0, &mut work.factors);
                 let (row_words, first) = (codec.row_words(), picks[0] as usize);
                 let rows = &words[first * row_words..][..n * row_words];
-                simd::integer_scores(small, bytes, Block { rows, width: row_words, n, stride }, out);
+                simd::integer_scores(small, bytes, LaneBlock { rows, width: row_words, n, stride }, out);
                 if !ready.places.is_empty() {
                     note(Path::UnevenRescored);
                     self.decode(picks, dim, work);
                     work.spare.resize(ready.places.len() * stride, 0.0);
-                    let tile = Block { rows: &work.rows[..], width, n, stride };
+                    let tile = LaneBlock { rows: &work.rows[..], width, n, stride };
                     simd::scores(&ready.uneven, tile, &mut work.spare);
                     for (&r, scores) in ready.places.iter().zip(work.spare.chunks_exact(stride)) {
                         out[r * stride..][..n].copy_from_slice(&scores[..n]);
@@ -148,18 +148,23 @@ impl Rows<'_> {
                 note(Path::ResidualScores);
                 work.factors[..n].fill(1.0);
                 let rows = Each { codec, words, scales, picks };
-                return pulp::Arch::new().dispatch(Residual { rows, queries: &ready.prepared, stride, out });
+                return pulp::Arch::new().dispatch(ResidualScores {
+                    rows,
+                    queries: &ready.prepared,
+                    stride,
+                    out,
+                });
             }
         }
         note(Path::FloatScores);
         self.decode(picks, dim, work);
-        simd::scores(&ready.rows, Block { rows: &work.rows[..], width, n, stride }, out);
+        simd::scores(&ready.rows, LaneBlock { rows: &work.rows[..], width, n, stride }, out);
     }
 
     /// Levels of codes and the rows of `picks`, where [`simd::weighted_levels`] forms sums.
     pub(super) fn in_integers<'b>(&'b self, picks: &'b [u32]) -> Option<(&'b Small, Picked<'b>)> {
         match *self {
-            Rows::Packed { codec, small: Some(small), words, .. } => {
+            TileRows::Packed { codec, small: Some(small), words, .. } => {
                 let dim = codec.spec().head_dim;
                 let rows = picked(codec, &codec.bands()[0], words, picks, dim);
                 simd::sums_in_integers(small.bits, dim).then_some((small, rows))
@@ -170,7 +175,7 @@ impl Rows<'_> {
 
     /// Factors of the tokens `picks`, as [`Self::decode`] gives them.
     pub(super) fn factors(&self, picks: &[u32], work: &mut Tile) {
-        if let Rows::Packed { codec, scales, .. } = *self {
+        if let TileRows::Packed { codec, scales, .. } = *self {
             factors(codec, scales, picks, 0, &mut work.factors);
         }
     }
@@ -180,12 +185,12 @@ impl Rows<'_> {
         let padded = dim.next_multiple_of(8);
         let rows = &mut work.rows[..picks.len() * padded];
         match *self {
-            Rows::Packed { codec, small: Some(small), words, scales } => {
+            TileRows::Packed { codec, small: Some(small), words, scales } => {
                 note(Path::SmallLevels);
                 factors(codec, scales, picks, 0, &mut work.factors);
                 simd::levels(small, picked(codec, &codec.bands()[0], words, picks, padded), rows);
             }
-            Rows::Packed { codec, words, scales, .. } if codec.is_trellis() => {
+            TileRows::Packed { codec, words, scales, .. } if codec.is_trellis() => {
                 note(if codec.bands().len() > 1 { Path::TrellisBands } else { Path::TrellisLevels });
                 for (i, band) in codec.bands().iter().enumerate() {
                     let BandGrid::Trellis(grid) = &band.grid else { continue };
@@ -201,7 +206,7 @@ impl Rows<'_> {
                     work.factors[..picks.len()].fill(1.0);
                 }
             }
-            Rows::Packed { codec, words, scales, .. } => {
+            TileRows::Packed { codec, words, scales, .. } => {
                 let plain = one_band(codec);
                 let tiles = codec.channel().is_some();
                 note(if tiles {
@@ -217,11 +222,11 @@ impl Rows<'_> {
                     work.factors[..picks.len()].fill(1.0);
                 }
                 let each = Each { codec, words, scales, picks };
-                pulp::Arch::new().dispatch(Decode { each, plain, padded, out: rows });
+                pulp::Arch::new().dispatch(UnpackRows { each, plain, padded, out: rows });
             }
-            Rows::F32(x) => exact(x, picks, dim, work, f32::read),
-            Rows::F16(x) => exact(x, picks, dim, work, simd::halves),
-            Rows::BF16(x) => exact(x, picks, dim, work, bf16::read),
+            TileRows::F32(x) => exact(x, picks, dim, work, f32::read),
+            TileRows::F16(x) => exact(x, picks, dim, work, simd::halves),
+            TileRows::BF16(x) => exact(x, picks, dim, work, bf16::read),
         }
     }
 }
@@ -260,7 +265,7 @@ fn one_band(codec: &Codec) -> bool {
 
 /// The rows `picks` of a band of packed words.
 fn picked<'a>(codec: &Codec, band: &Band, words: &'a [u32], picks: &'a [u32], dim: usize) -> Picked<'a> {
-    let place = Place { word: band.word, words: band.words, channel: band.start, channels: band.dim };
+    let place = BandPlace { word: band.word, words: band.words, channel: band.start, channels: band.dim };
     Picked { words, row_words: codec.row_words(), picks, dim, place }
 }
 

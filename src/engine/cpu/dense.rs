@@ -1,6 +1,6 @@
 //! Rows that are not packed one by one: tiles of channels, heads in one piece, and matrix products with dense keys and values.
 
-use super::rows::{Tables, scale_codes, scale_tensor};
+use super::rows::{FrameTables, scale_codes, scale_tensor};
 use crate::codec::Codec;
 use crate::codec::codes::{Codes, Frame};
 use crate::codec::tile;
@@ -24,7 +24,7 @@ pub(super) fn turn_back(x: &Tensor, group: usize, d: usize) -> Result<Tensor> {
 }
 
 /// Vectors [B, H, T, D] without their centres.
-pub(super) fn uncentred(x: &Tensor, tables: &Tables, dim: usize) -> Result<Vec<f32>> {
+pub(super) fn uncentred(x: &Tensor, tables: &FrameTables, dim: usize) -> Result<Vec<f32>> {
     let (shape, mut rows) = (x.shape().to_vec(), x.to_f32()?);
     if tables.centred() {
         for (i, row) in rows.chunks_exact_mut(dim).enumerate() {

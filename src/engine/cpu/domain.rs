@@ -6,7 +6,7 @@
 //! keeps the exact form, so the noise that integers add stays below a tenth of the grid's (root mean square).
 
 use super::paths::{Path, note};
-use super::rows::Tables;
+use super::rows::FrameTables;
 use super::simd::{self, Bytes, Small};
 use crate::codec::codes::Frame;
 use crate::codec::grid::ByteLevels;
@@ -36,7 +36,7 @@ fn small(codec: &Codec) -> Option<Small> {
 /// A place where queries are taken and sums come from.
 pub(super) struct Domain {
     codec: Option<Arc<Codec>>,
-    tables: Tables,
+    tables: FrameTables,
     /// The levels of the codec, if it has few.
     pub small: Option<Small>,
 }
@@ -57,7 +57,7 @@ pub(super) struct Ready {
 impl Domain {
     pub(super) fn new(codec: Option<Arc<Codec>>, frame: &Frame<Tensor>, dim: usize) -> Result<Domain> {
         let small = codec.as_deref().and_then(small);
-        Ok(Domain { codec, tables: Tables::new(frame, dim)?, small })
+        Ok(Domain { codec, tables: FrameTables::new(frame, dim)?, small })
     }
 
     pub(super) fn enter(&self, head: usize, queries: &[f32], dim: usize, exact: bool) -> Ready {

@@ -7,8 +7,8 @@
 //! that moves the output by at most 1e-6 T times the greatest distance between two values. No score outlives its block. Sums of 4-bit
 //! values are formed in integers where the machine has a form for it, with weights of 15 bits (`simd/weighted.rs`).
 
-use super::attend::{Hidden, Row};
-use super::blocks::{Side, Tile};
+use super::attend::{Hidden, QueryMask};
+use super::blocks::{StoredSide, Tile};
 use super::domain::{Domain, Ready};
 use super::paths::{self, Path, note};
 use super::simd;
@@ -24,20 +24,20 @@ use std::cmp::Ordering;
 /// Tokens of a task.
 const TASK: usize = 1024;
 /// Tokens of a block: its tile stays in the first-level cache.
-const BLOCK: usize = 64;
+const TOKENS_PER_TILE: usize = 64;
 /// Query rows of a KV head that go together.
 const ROWS: usize = 64;
 /// Weights below this part of the sum so far add nothing.
 const SPARSE: f32 = 1e-6;
 
 /// A segment in the driver's terms.
-struct Part {
+struct SegmentSides {
     /// Index and position of the first token, and the number of tokens.
     first: usize,
     start: usize,
     len: usize,
-    keys: Side,
-    values: Side,
+    keys: StoredSide,
+    values: StoredSide,
     /// Where its queries and its sums are.
     domains: [usize; 2],
 }
@@ -51,7 +51,7 @@ struct Task {
 }
 
 #[derive(Default)]
-struct Work {
+struct SpanScratch {
     tile: Tile,
     scores: Vec<f32>,
     picks: Vec<u32>,
@@ -60,7 +60,7 @@ struct Work {
 }
 
 thread_local! {
-    static WORK: RefCell<Work> = RefCell::default();
+    static WORK: RefCell<SpanScratch> = RefCell::default();
 }
 
 /// Attention of queries [B, Hq, L, D] over all segments: [B, Hq, L, Dv] in the dtype of the queries.
@@ -72,9 +72,9 @@ pub(super) fn attend(
     let sizes = check(segments, queries.shape(), rules)?;
     let dtype = queries.float().ok_or_else(|| queries.wrong_dtype("queries", "F32, F16 or BF16"))?;
     let Sizes { batch, heads, group, queries: l, value_dim, .. } = sizes;
-    let (mut parts, mut domains, mut first) = (Vec::<Part>::new(), [vec![], vec![]], 0);
+    let (mut parts, mut domains, mut first) = (Vec::<SegmentSides>::new(), [vec![], vec![]], 0);
     for s in segments {
-        let (keys, values) = (Side::new(&s.keys)?, Side::new(&s.values)?);
+        let (keys, values) = (StoredSide::new(&s.keys)?, StoredSide::new(&s.values)?);
         let mut at = [0, 0];
         for (i, side) in [&keys, &values].into_iter().enumerate() {
             let known = parts.iter().find(|p| side.shares([&p.keys, &p.values][i]));
@@ -84,7 +84,7 @@ pub(super) fn attend(
             }
         }
         let len = s.keys.len();
-        parts.push(Part { first, start: s.start, len, keys, values, domains: at });
+        parts.push(SegmentSides { first, start: s.start, len, keys, values, domains: at });
         first += len;
     }
     let (hidden, q) = (Hidden::new(segments, rules, sizes)?, queries.to_f32()?);
@@ -93,7 +93,7 @@ pub(super) fn attend(
     workers::run(|| {
         for first in (0..l).step_by(step) {
             let n = step.min(l - first);
-            let run = Run {
+            let run = QuerySpan {
                 sizes,
                 hidden: &hidden,
                 parts: &parts,
@@ -109,17 +109,17 @@ pub(super) fn attend(
 }
 
 /// Query tokens `first..first + n`; the rows of a KV head are its query heads times these.
-struct Run<'a> {
+struct QuerySpan<'a> {
     sizes: Sizes,
     hidden: &'a Hidden<'a>,
-    parts: &'a [Part],
+    parts: &'a [SegmentSides],
     domains: &'a [Vec<Domain>; 2],
     first: usize,
     n: usize,
     exact: bool,
 }
 
-impl Run<'_> {
+impl QuerySpan<'_> {
     fn attend(&self, q: &[f32], out: &mut [f32]) {
         let Sizes { batch, heads, group, queries: l, key_dim, value_dim, .. } = self.sizes;
         let (rows, dim) = (group * self.n, value_dim.next_multiple_of(8));
@@ -138,7 +138,7 @@ impl Run<'_> {
             ready
         };
         let ready: Vec<Vec<Ready>> = (0..batch * heads).into_par_iter().map(enter).collect();
-        let rules: Vec<Vec<Row>> = (0..batch * heads).map(|head| self.rules(head)).collect();
+        let rules: Vec<Vec<QueryMask>> = (0..batch * heads).map(|head| self.rules(head)).collect();
         let tasks: Vec<Vec<Task>> = rules.iter().enumerate().map(|(h, r)| self.tasks(h, r)).collect();
         let flat: Vec<&Task> = tasks.iter().flatten().collect();
         let size = rows * (dim + 2);
@@ -167,7 +167,7 @@ impl Run<'_> {
         });
     }
 
-    fn rules(&self, head: usize) -> Vec<Row<'_>> {
+    fn rules(&self, head: usize) -> Vec<QueryMask<'_>> {
         let Sizes { heads, group, .. } = self.sizes;
         let row = |r: usize| {
             self.hidden.row(head / heads, head % heads * group + r / self.n, self.first + r % self.n)
@@ -176,12 +176,13 @@ impl Run<'_> {
     }
 
     /// The tasks of a KV head that hold a token which one of its queries may see.
-    fn tasks(&self, head: usize, rules: &[Row]) -> Vec<Task> {
+    fn tasks(&self, head: usize, rules: &[QueryMask]) -> Vec<Task> {
         let mut tasks = vec![];
         for (i, part) in self.parts.iter().enumerate() {
             for from in (0..part.len).step_by(TASK) {
                 let to = (from + TASK).min(part.len);
-                let seen = |row: &Row| row.span.start < part.start + to && part.start + from < row.span.end;
+                let seen =
+                    |row: &QueryMask| row.span.start < part.start + to && part.start + from < row.span.end;
                 if rules.iter().any(seen) {
                     tasks.push(Task { head, part: i, from, to });
                 }
@@ -191,14 +192,21 @@ impl Run<'_> {
     }
 
     /// Fills a partial: maxima of the rows, their sums, their accumulators.
-    fn task(&self, task: &Task, ready: &Ready, rules: &[Row], work: &mut Work, partial: &mut [f32]) {
+    fn task(
+        &self,
+        task: &Task,
+        ready: &Ready,
+        rules: &[QueryMask],
+        work: &mut SpanScratch,
+        partial: &mut [f32],
+    ) {
         let part = &self.parts[task.part];
         let (key_dim, value_dim) = (part.keys.dim, part.values.dim);
         let (rows, dim) = (rules.len(), value_dim.next_multiple_of(8));
         let (tops, partial) = partial.split_at_mut(rows);
         let (sums, acc) = partial.split_at_mut(rows);
         tops.fill(f32::NEG_INFINITY);
-        let block = BLOCK.max(part.keys.tile());
+        let block = TOKENS_PER_TILE.max(part.keys.tile());
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
         let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
         let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
@@ -208,11 +216,12 @@ impl Run<'_> {
             note(Path::BlockTooLong);
         }
         let integers = integers && short;
-        let Work { tile, scores, picks, users } = work;
+        let SpanScratch { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
         for from in (task.from..task.to).step_by(block) {
             let n = block.min(task.to - from);
-            let seen = |row: &Row| row.span.start < part.start + from + n && part.start + from < row.span.end;
+            let seen =
+                |row: &QueryMask| row.span.start < part.start + from + n && part.start + from < row.span.end;
             if !rules.iter().any(seen) {
                 continue;
             }
@@ -299,7 +308,7 @@ impl Run<'_> {
                 }
             }
             note(Path::FloatSums);
-            let tile = simd::Block { rows: &tile.rows[..], width: dim, n: live, stride: block };
+            let tile = simd::LaneBlock { rows: &tile.rows[..], width: dim, n: live, stride: block };
             simd::accumulate(&scores[..rows * block], tile, acc);
         }
     }
@@ -324,7 +333,7 @@ impl Run<'_> {
     }
 
     /// Puts the partials of a KV head together, in the order of the tasks.
-    fn merge(&self, head: usize, tasks: &[Task], rules: &[Row], partials: &[f32], out: &mut [f32]) {
+    fn merge(&self, head: usize, tasks: &[Task], rules: &[QueryMask], partials: &[f32], out: &mut [f32]) {
         let Sizes { queries: l, value_dim, .. } = self.sizes;
         let (rows, dim) = (rules.len(), value_dim.next_multiple_of(8));
         let size = rows * (dim + 2);

@@ -1,6 +1,6 @@
 //! Scores and weighted sums on packed rows, cut into runs of tokens of one head.
 
-use super::rows::{Tables, scale_codes};
+use super::rows::{FrameTables, scale_codes};
 use super::workers;
 use super::{RUN, dense};
 use crate::codec::codes::Codes;
@@ -94,7 +94,7 @@ pub(super) fn scores(codes: &Codes<Tensor>, queries: &Tensor) -> Result<Tensor> 
         // Scores of a channel-affine tile mix its channels: its tokens are unpacked first.
         return dense::dense_scores(&super::Cpu.decode(codes, Dtype::F32)?, queries);
     }
-    let tables = Tables::new(codes.frame(), d)?;
+    let tables = FrameTables::new(codes.frame(), d)?;
     let q = queries.to_f32()?;
     let per_head = hq / h * l;
     let mut scratch = codec.scratch();
@@ -132,7 +132,7 @@ pub(super) fn weighted_sum(codes: &Codes<Tensor>, weights: &Tensor) -> Result<Te
     if codec.channel().is_some() {
         return dense::dense_sum(&super::Cpu.decode(codes, Dtype::F32)?, weights);
     }
-    let tables = Tables::new(codes.frame(), d)?;
+    let tables = FrameTables::new(codes.frame(), d)?;
     let weights = weights.to_f32()?;
     let per_head = hq / h * l;
     let words = codes.words().standard::<u32>()?;

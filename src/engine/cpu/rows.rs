@@ -104,20 +104,20 @@ fn f32_to_bf16(x: f32) -> u16 {
 }
 
 /// Host slices of a frame, by sequence and head.
-pub(super) struct Tables {
+pub(super) struct FrameTables {
     dim: usize,
     centre: Option<Vec<f32>>,
     gain: Option<Vec<f32>>,
     order: Option<Vec<u32>>,
 }
 
-impl Tables {
-    pub(super) fn new(frame: &Frame<Tensor>, dim: usize) -> Result<Tables> {
+impl FrameTables {
+    pub(super) fn new(frame: &Frame<Tensor>, dim: usize) -> Result<FrameTables> {
         if frame.order.is_some() {
             frame.check_entries()?;
         }
         let f32s = |t: &Option<Tensor>| t.as_ref().map(Tensor::to_vec::<f32>).transpose();
-        Ok(Tables {
+        Ok(FrameTables {
             dim,
             centre: f32s(&frame.centre)?,
             gain: f32s(&frame.gain)?,
@@ -161,9 +161,9 @@ pub(super) fn scale_tensor(format: ScaleFormat, shape: &[usize], codes: Vec<u16>
 
 /// What a run of rows needs.
 #[derive(Clone, Copy)]
-pub(super) struct Run<'a> {
+pub(super) struct RowRun<'a> {
     pub codec: &'a Codec,
-    pub tables: &'a Tables,
+    pub tables: &'a FrameTables,
     /// The first row, and the rows of a head.
     pub first: usize,
     pub tokens: usize,
@@ -172,7 +172,7 @@ pub(super) struct Run<'a> {
 /// Packs a run. A type of its own rather than a closure: only a method that is always inlined is compiled for the instruction
 /// set that `pulp` selects.
 pub(super) struct Encode<'a, T> {
-    pub run: Run<'a>,
+    pub run: RowRun<'a>,
     pub x: &'a [T],
     pub words: &'a mut [u32],
     pub scales: &'a mut [u16],
@@ -183,7 +183,7 @@ impl<T: Door> WithSimd for Encode<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Run { codec, tables, first, tokens } = self.run;
+        let RowRun { codec, tables, first, tokens } = self.run;
         let (d, w, s) = (codec.spec().head_dim, codec.row_words(), codec.row_scales());
         let (mut scratch, mut row) = (codec.scratch(), vec![0f32; d]);
         let (words, scales) = (self.words.chunks_exact_mut(w), self.scales.chunks_exact_mut(s));
@@ -196,7 +196,7 @@ impl<T: Door> WithSimd for Encode<'_, T> {
 
 /// Unpacks a run.
 pub(super) struct Decode<'a, T> {
-    pub run: Run<'a>,
+    pub run: RowRun<'a>,
     pub words: &'a [u32],
     pub scales: &'a [u16],
     pub out: &'a mut [T],
@@ -207,7 +207,7 @@ impl<T: Door> WithSimd for Decode<'_, T> {
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Run { codec, tables, first, tokens } = self.run;
+        let RowRun { codec, tables, first, tokens } = self.run;
         let (d, w, s) = (codec.spec().head_dim, codec.row_words(), codec.row_scales());
         let (mut scratch, mut row) = (codec.scratch(), vec![0f32; d]);
         let (words, scales) = (self.words.chunks_exact(w), self.scales.chunks_exact(s));

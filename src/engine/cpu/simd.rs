@@ -59,14 +59,14 @@ pub(super) const WIDE: f32 = 1020.0;
 
 /// A block of tokens: `n` rows of `width` elements. The score of a query row is at `row * stride + token`, and so is a weight.
 #[derive(Clone, Copy)]
-pub(super) struct Block<'a, T> {
+pub(super) struct LaneBlock<'a, T> {
     pub rows: &'a [T],
     pub width: usize,
     pub n: usize,
     pub stride: usize,
 }
 
-impl<'a, T> Block<'a, T> {
+impl<'a, T> LaneBlock<'a, T> {
     #[inline(always)]
     fn row(&self, token: usize) -> &'a [T] {
         &self.rows[token * self.width..][..self.width]
@@ -80,12 +80,12 @@ pub(super) struct Picked<'a> {
     pub row_words: usize,
     pub picks: &'a [u32],
     pub dim: usize,
-    pub place: Place,
+    pub place: BandPlace,
 }
 
 /// Where a band is in a row of words and in a row of levels.
 #[derive(Clone, Copy)]
-pub(super) struct Place {
+pub(super) struct BandPlace {
     pub word: usize,
     pub words: usize,
     pub channel: usize,
@@ -96,7 +96,7 @@ impl<'a> Picked<'a> {
     /// Each row of the band with its place in `out`.
     #[inline(always)]
     fn to<'b>(self, out: &'b mut [f32]) -> impl Iterator<Item = (&'a [u32], &'b mut [f32])> {
-        let Place { word, words, channel, channels } = self.place;
+        let BandPlace { word, words, channel, channels } = self.place;
         self.picks.iter().zip(out.chunks_exact_mut(self.dim)).map(move |(&pick, out)| {
             let row = &self.words[pick as usize * self.row_words + word..][..words];
             (row, &mut out[channel..][..channels])
@@ -179,7 +179,7 @@ fn narrow_tile() {
 }
 
 /// Inner products of all query rows with the rows of a tile.
-pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+pub(super) fn scores(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
     if tile.width % 16 == 0 {
         fast!(Avx512, avx512::scores(queries, tile, out));
     } else {
@@ -191,7 +191,7 @@ pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
 }
 
 /// Adds the rows of a tile to the sums of all query rows, weighted.
-pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
     if tile.width % 16 == 0 {
         fast!(Avx512, avx512::accumulate(weights, tile, sums));
     } else {
@@ -258,7 +258,7 @@ pub(super) fn channel_at(bits: u8, place: usize) -> usize {
 }
 
 /// Integer inner products of rows of codes with all queries, times `grid.unit` and the steps of the queries.
-pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {
     #[cfg(target_arch = "x86_64")]
     if level() >= Level::Avx512 {
         // SAFETY: the features that the function enables were found on this machine.
@@ -267,7 +267,7 @@ pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, o
             return;
         }
         note(if done > 0 { Path::TokensBeyondFours } else { Path::NarrowIntegers });
-        let rest = Block { rows: &codes.rows[done * codes.width..], n: codes.n - done, ..codes };
+        let rest = LaneBlock { rows: &codes.rows[done * codes.width..], n: codes.n - done, ..codes };
         fast!(Avx2, avx2::integer_scores(grid, queries, rest, &mut out[done..]));
     }
     fast!(Avx2, avx2::integer_scores(grid, queries, codes, out));

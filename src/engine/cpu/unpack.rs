@@ -2,7 +2,7 @@
 
 use crate::codec::frame::RowFrame;
 use crate::codec::tile;
-use crate::codec::{Codec, Prepared, Scratch};
+use crate::codec::{Codec, Prepared, RowScratch};
 use half::f16;
 use pulp::{Simd, WithSimd};
 
@@ -42,19 +42,19 @@ impl Each<'_> {
 }
 
 /// Levels of rows of one band (`plain`), else rows with their scales.
-pub(super) struct Decode<'a> {
+pub(super) struct UnpackRows<'a> {
     pub each: Each<'a>,
     pub plain: bool,
     pub padded: usize,
     pub out: &'a mut [f32],
 }
 
-impl WithSimd for Decode<'_> {
+impl WithSimd for UnpackRows<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Decode { each, plain, padded, out } = self;
+        let UnpackRows { each, plain, padded, out } = self;
         let (codec, picks) = (each.codec, each.picks);
         let d = codec.spec().head_dim;
         let mut codes = vec![0; codec.row_scales() * codec.spec().tile()];
@@ -105,21 +105,21 @@ fn channels(each: &Each, channel: &Codec, padded: usize, codes: &mut [u16], out:
 }
 
 /// Scores of a codec with a residual, which has an estimator of its own.
-pub(super) struct Residual<'a> {
+pub(super) struct ResidualScores<'a> {
     pub rows: Each<'a>,
     pub queries: &'a [Prepared],
     pub stride: usize,
     pub out: &'a mut [f32],
 }
 
-impl WithSimd for Residual<'_> {
+impl WithSimd for ResidualScores<'_> {
     type Output = ();
 
     #[inline(always)]
     fn with_simd<S: Simd>(self, _: S) {
-        let Residual { rows, queries, stride, out } = self;
+        let ResidualScores { rows, queries, stride, out } = self;
         let mut codes = vec![0; rows.codec.row_scales()];
-        let mut scratch: Scratch = rows.codec.scratch();
+        let mut scratch: RowScratch = rows.codec.scratch();
         for (t, &pick) in rows.picks.iter().enumerate() {
             let words = rows.rows(pick as usize, 1, &mut codes);
             rows.codec.look_up_row(words, &mut scratch);

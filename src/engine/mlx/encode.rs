@@ -1,7 +1,7 @@
 //! Packing as MLX graphs: every band rotated, scaled, put on its grid and packed; then the residual, round by round.
 
 use super::stages::{dot, finite, join, num, pack, scale_of, store_scale, unsupported, with_last};
-use super::tables::{BandTables, Tables};
+use super::tables::{BandTables, DeviceTables};
 use super::{Mlx, fused, trellis};
 use crate::codec::{Band, BandGrid, Codec};
 use crate::engine::mlx::arrays::slice;
@@ -78,7 +78,7 @@ pub(super) fn encode_bands(mlx: &Mlx, codec: &Codec, t: &Array) -> Result<(Array
 }
 
 /// What coordinates are multiplied by so that the codes take up the rounding of the scale: [`ScaleFormat::snap`].
-fn snap(tables: &Tables, codec: &Codec, yy: &Array, band: &Band) -> Result<Option<Array>> {
+fn snap(tables: &DeviceTables, codec: &Codec, yy: &Array, band: &Band) -> Result<Option<Array>> {
     let (format, dim) = (codec.format(), band.dim);
     let (trellis, one) = match &band.grid {
         BandGrid::Trellis(trellis) => (true, codec.spec().scale.expected(dim as f32, trellis.mse(), dim)),

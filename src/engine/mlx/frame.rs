@@ -1,7 +1,7 @@
 //! Frames as MLX graphs: centre, gains and channel order of a block, by the rules of [`crate::codec::frame`].
 
 use super::stages::{dot, finite, float, join, num};
-use super::tables::Tables;
+use super::tables::DeviceTables;
 use crate::codec::Codec;
 use crate::codec::codes::Frame;
 use crate::engine::mlx::arrays::{self, slice, wrong_shape};
@@ -47,21 +47,21 @@ pub(super) fn frame(
 }
 
 /// Which rows of a block are finite, [B, H, n, 1], and how many, at least one, [B, H, 1, 1].
-struct Rows {
+struct FiniteRows {
     finite: Array,
     count: Array,
 }
 
 /// The rows [B, H, n, D] with zeros in place of those that are not finite, by the rule of [`crate::codec::frame::finite`].
-fn finite_rows(x: &Array) -> Result<(Array, Rows)> {
+fn finite_rows(x: &Array) -> Result<(Array, FiniteRows)> {
     let finite = finite(&dot(x, x)?)?;
     let count = finite.as_dtype(Dtype::Float32)?.sum_axis(2, true)?;
     let kept = select(&finite, x, num(0.0))?;
-    Ok((kept, Rows { finite, count: ops::maximum(count, num(1.0))? }))
+    Ok((kept, FiniteRows { finite, count: ops::maximum(count, num(1.0))? }))
 }
 
 /// Mean square of each channel over the finite rows, [B, H, D]. The rows are divided first: a sum of squares may be no finite f32.
-fn mean_square(kept: &Array, rows: &Rows) -> Result<Array> {
+fn mean_square(kept: &Array, rows: &FiniteRows) -> Result<Array> {
     Ok(kept.divide(rows.count.sqrt()?)?.square()?.sum_axis(2, false)?)
 }
 
@@ -127,7 +127,7 @@ pub(super) fn reorder(frame: &Frame<Array>, x: Array) -> Result<Array> {
 pub(super) fn leave(
     codec: &Codec,
     frame: &Frame<Array>,
-    tables: &Tables,
+    tables: &DeviceTables,
     rows: &Array,
     weights: Option<&Array>,
 ) -> Result<Array> {

@@ -6,7 +6,7 @@
 use super::Mlx;
 use super::frame::{enter_query, leave};
 use super::stages::{dot, float, masked, num};
-use super::tables::{Tables, line};
+use super::tables::{DeviceTables, line};
 use crate::codec::Codec;
 use crate::codec::codes::Codes;
 use crate::engine::attention::{Rules, Segment, Sizes, Stored};
@@ -42,7 +42,7 @@ pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Arra
 }
 
 /// Rows in the rotated domain, f32 [B, H, T, D].
-pub(super) fn rows(mlx: &Mlx, codes: &Codes<Array>, tables: &Tables) -> Result<Option<Array>> {
+pub(super) fn rows(mlx: &Mlx, codes: &Codes<Array>, tables: &DeviceTables) -> Result<Option<Array>> {
     let Some(form) = find(Stage::Decode, codes.codec(), mlx.kernels.device()) else { return Ok(None) };
     let (Some(tables), shape) = (&tables.kernels, codes.shape()) else { return Ok(None) };
     if shape.contains(&0) {

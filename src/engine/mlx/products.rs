@@ -3,7 +3,7 @@
 use super::Mlx;
 use super::frame::{enter_query, leave};
 use super::stages::{dot, float, join, num, unsupported, with_last};
-use super::tables::{Tables, native_group};
+use super::tables::{DeviceTables, native_group};
 use crate::codec::Band;
 use crate::codec::codes::Codes;
 use crate::engine::mlx::arrays::{self, slice};
@@ -149,7 +149,13 @@ impl Native {
 
 impl Mlx {
     /// A uniform band in MLX's own layout, if it is one.
-    fn native(&self, codes: &Codes<Array>, tables: &Tables, i: usize, band: &Band) -> Result<Option<Native>> {
+    fn native(
+        &self,
+        codes: &Codes<Array>,
+        tables: &DeviceTables,
+        i: usize,
+        band: &Band,
+    ) -> Result<Option<Native>> {
         let Some((step, group)) =
             band.grid.scalar().and_then(|g| g.step()).zip(native_group(band.dim, band.bits))
         else {

@@ -1,6 +1,6 @@
 //! The pieces of a stage as MLX graphs: rotation, packing, look-up, scales. Shapes are [..., n] with the band last.
 
-use super::tables::{RotationTables, Tables, native_group};
+use super::tables::{DeviceTables, RotationTables, native_group};
 use crate::codec::Codec;
 use crate::engine::mlx::arrays::{bitwise_and, left_shift, right_shift, slice};
 use crate::error::{Error, Result};
@@ -171,7 +171,7 @@ fn word(x: u32) -> Array {
     Array::from_slice(&[x], &[1])
 }
 
-impl Tables {
+impl DeviceTables {
     /// f32 scales from their stored form: [`ScaleFormat::value`].
     pub fn load_scale(&self, stored: &Array) -> Result<Array> {
         if let Some(values) = &self.scale_values {

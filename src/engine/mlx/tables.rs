@@ -28,7 +28,7 @@ pub enum RotationTables {
 }
 
 /// Arrays of a codec.
-pub struct Tables {
+pub struct DeviceTables {
     /// One entry a band.
     pub bands: Vec<BandTables>,
     /// Projections [m, d] of every QJL round.
@@ -65,9 +65,9 @@ impl BandTables {
     }
 }
 
-impl Tables {
+impl DeviceTables {
     /// Copies the tables of a codec to MLX; those that only kernels read where there are kernels.
-    pub fn new(codec: &Codec, kernels: bool) -> Result<Tables> {
+    pub fn new(codec: &Codec, kernels: bool) -> Result<DeviceTables> {
         let projections = match codec.qjl() {
             None => vec![],
             Some(q) => {
@@ -78,7 +78,7 @@ impl Tables {
         let bands = codec.bands().iter().map(BandTables::new).collect();
         let kernels = kernels.then(|| KernelTables::new(codec)).flatten();
         let scale_values = codec.format().values().map(|values| line(values));
-        Ok(Tables { bands, projections, scale_values, kernels })
+        Ok(DeviceTables { bands, projections, scale_values, kernels })
     }
 }
 

@@ -77,7 +77,7 @@ fn run_of(trellis: &Trellis, n: usize) -> usize {
 /// Codes [rows, n] of coordinates [rows, n].
 fn search_run(y: &Array, trellis: &Trellis) -> Result<Array> {
     let (rows, n) = (y.shape()[0], y.shape()[1]);
-    let search = Search::new(trellis, rows);
+    let search = SearchTables::new(trellis, rows);
     let lead = lead(trellis) as i32;
     // A free search around the seam proposes the window there; a search held to it at both ends finds the codes.
     let near: Vec<Array> =
@@ -108,7 +108,7 @@ fn search_run(y: &Array, trellis: &Trellis) -> Result<Array> {
 }
 
 /// Constant tables of the recursion. A group is the high L - b bits of a window, and the low ones name the group it leads to.
-struct Search {
+struct SearchTables {
     rows: i32,
     groups: i32,
     branches: i32,
@@ -118,13 +118,13 @@ struct Search {
     levels: Array,
 }
 
-impl Search {
-    fn new(trellis: &Trellis, rows: i32) -> Search {
+impl SearchTables {
+    fn new(trellis: &Trellis, rows: i32) -> SearchTables {
         let (l, b) = (trellis.states_log2, trellis.bits);
         let (groups, branches) = (1i32 << (l - b), 1i32 << b);
         let from: Vec<u32> = (0..1u32 << l).map(|w| w % groups as u32).collect();
         let levels = Array::from_slice(trellis.levels(), &[groups, branches]);
-        Search { rows, groups, branches, from: Array::from_slice(&from, &[1 << l]), levels }
+        SearchTables { rows, groups, branches, from: Array::from_slice(&from, &[1 << l]), levels }
     }
 
     fn column(&self, y: &Array, i: i32) -> Result<Array> {

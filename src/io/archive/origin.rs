@@ -7,7 +7,7 @@
 
 use super::{Archive, Entry};
 use crate::codec::codes::Frame;
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::error::Result;
 use crate::io::prompt_cache::{Layer, Piece, PromptCache};
 use crate::recipe::Recipe;
@@ -116,7 +116,7 @@ impl Origin {
 
 /// Checksum of the rows from which the frame comes.
 fn first_block(rows: &Tensor, [sinks, packed, _]: [usize; 3]) -> Result<String> {
-    let block = rows.slice(2, sinks, sinks + packed.min(BLOCK))?;
+    let block = rows.slice(2, sinks, sinks + packed.min(TOKENS_PER_BLOCK))?;
     Ok(format!("{:016x}", Piece::Tensor(&block).checksum()))
 }
 

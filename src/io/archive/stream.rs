@@ -4,7 +4,7 @@
 
 use super::manifest::{Checksum, Manifest, lay_out};
 use super::{Archive, CHECKSUM_KEY, Entry, KEY, Packer, VERSION, dense, unpack};
-use crate::compressor::{CompressedLayer, CompressedSide, Compressor, Stats};
+use crate::compressor::{CompressedLayer, CompressedSide, CompressionStats, Compressor};
 use crate::engine::Engine;
 use crate::engine::cpu::workers;
 use crate::error::{Error, Result};
@@ -29,7 +29,7 @@ impl Archive {
         path: &Path,
         compressor: &Compressor<E>,
         uneven: bool,
-    ) -> Result<(Parcel<Archive>, Stats)> {
+    ) -> Result<(Parcel<Archive>, CompressionStats)> {
         let before = before.filter(|b| b.rest().recipe == *compressor.recipe());
         PromptCache::read_layers(path, |layout, mut metadata, layers| {
             let recipe = compressor.recipe().clone();
@@ -47,7 +47,7 @@ impl Archive {
             if !uneven {
                 Offset::check_even(&offsets)?;
             }
-            Ok((parcel, Stats::new(sums[0], sums[1])))
+            Ok((parcel, CompressionStats::new(sums[0], sums[1])))
         })
     }
 

@@ -75,9 +75,9 @@ impl Container {
         let mut text = zeroed(header_len as usize).map_err(io)?;
         file.read_exact(&mut text).map_err(io)?;
         let text = std::str::from_utf8(&text).map_err(|e| bad(format!("header: {e}")))?;
-        let header: Header = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
+        let header: FileHeader = serde_json::from_str(text).map_err(|e| bad(format!("header: {e}")))?;
         check_ranges(&header.tensors, len - 8 - header_len).map_err(bad)?;
-        let Header { metadata, tensors } = header;
+        let FileHeader { metadata, tensors } = header;
         let data_start = 8 + header_len;
         Ok(Container {
             path: path.into(),
@@ -232,7 +232,7 @@ fn check_ranges(tensors: &BTreeMap<String, TensorInfo>, data_len: u64) -> Result
     Ok(())
 }
 
-struct Header {
+struct FileHeader {
     metadata: BTreeMap<String, String>,
     tensors: BTreeMap<String, TensorInfo>,
 }
@@ -244,13 +244,13 @@ struct HeaderVisitor;
 struct StringsVisitor;
 
 impl<'de> Visitor<'de> for HeaderVisitor {
-    type Value = Header;
+    type Value = FileHeader;
 
     fn expecting(&self, f: &mut std::fmt::Formatter) -> std::fmt::Result {
         f.write_str("a safetensors header")
     }
 
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Header, A::Error> {
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<FileHeader, A::Error> {
         let mut metadata = None;
         let mut tensors = BTreeMap::new();
         while let Some(key) = map.next_key::<String>()? {
@@ -267,7 +267,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
                 return Err(A::Error::custom(format!("duplicate key {key:?}")));
             }
         }
-        Ok(Header { metadata: metadata.unwrap_or_default(), tensors })
+        Ok(FileHeader { metadata: metadata.unwrap_or_default(), tensors })
     }
 }
 
@@ -289,8 +289,8 @@ impl<'de> Visitor<'de> for StringsVisitor {
     }
 }
 
-impl<'de> Deserialize<'de> for Header {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Header, D::Error> {
+impl<'de> Deserialize<'de> for FileHeader {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<FileHeader, D::Error> {
         deserializer.deserialize_map(HeaderVisitor)
     }
 }

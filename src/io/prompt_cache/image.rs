@@ -76,7 +76,7 @@ impl Piece<'_> {
 }
 
 #[derive(Serialize)]
-struct Header<'a> {
+struct NewHeader<'a> {
     __metadata__: &'a BTreeMap<String, String>,
     #[serde(flatten)]
     tensors: BTreeMap<&'a str, TensorInfo>,
@@ -104,7 +104,7 @@ impl<'a> Image<'a> {
             tensors.insert(name.as_str(), TensorInfo { dtype, shape, data_offsets: (at, end) });
             at = end;
         }
-        let header = Header { __metadata__: metadata, tensors };
+        let header = NewHeader { __metadata__: metadata, tensors };
         let mut text = serde_json::to_vec(&header).map_err(|e| format!("header: {e}"))?;
         text.resize(text.len().next_multiple_of(8), b' ');
         let head = [&(text.len() as u64).to_le_bytes()[..], &text].concat();

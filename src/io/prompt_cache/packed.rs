@@ -1,7 +1,7 @@
 //! `TurboMoqCache` of mlx/python/turbomoq_mlx in a prompt-cache file: checked, carried between layouts, unpacked.
 //!
 //! Keys are the arrays `0.*` of the layer and values `1.*`, the same in both layouts. The first array of a side is a header of int32,
-//! [`Header`]; the arrays behind it are there if the header says that they hold tokens: exact sinks [B, H, S, D], words [B, H, T, W] and
+//! [`SideHeader`]; the arrays behind it are there if the header says that they hold tokens: exact sinks [B, H, S, D], words [B, H, T, W] and
 //! scales [B, H, T] of packed tokens, the centre [B, H, 1, D] of packed keys, the exact window [B, H, L, D].
 
 use super::affine::BITS;
@@ -29,7 +29,7 @@ type Tensors = BTreeMap<String, RawTensor>;
 
 /// The numbers of a side. Those of keys and values agree in all but `bits`, `head_dim` and `dtype`.
 #[derive(Clone, Copy, Debug, PartialEq)]
-struct Header {
+struct SideHeader {
     layer: usize,
     sinks: usize,
     window: usize,
@@ -43,7 +43,7 @@ struct Header {
 
 /// A side with its arrays.
 struct View<'a> {
-    header: Header,
+    header: SideHeader,
     sinks: Option<&'a RawTensor>,
     words: Option<&'a RawTensor>,
     scales: Option<&'a RawTensor>,
@@ -51,8 +51,8 @@ struct View<'a> {
     window: Option<&'a RawTensor>,
 }
 
-impl Header {
-    fn read(x: &RawTensor) -> Result<Header, String> {
+impl SideHeader {
+    fn read(x: &RawTensor) -> Result<SideHeader, String> {
         if x.dtype != Dtype::I32 || x.shape.len() != 1 {
             return Err(format!("a header of {} {:?}, expected numbers of I32", x.dtype, x.shape));
         }
@@ -61,7 +61,7 @@ impl Header {
         let numbers = numbers.ok_or("a header with a negative number")?;
         match numbers[..] {
             [VERSION, layer, sinks, window, exact_call, bits, head_dim, dtype, a, b, c] => {
-                Ok(Header { layer, sinks, window, exact_call, bits, head_dim, dtype, held: [a, b, c] })
+                Ok(SideHeader { layer, sinks, window, exact_call, bits, head_dim, dtype, held: [a, b, c] })
             }
             [VERSION, ..] => Err(format!("a header of {} numbers, expected 11", numbers.len())),
             [other, ..] => Err(format!("a {CLASS} of version {other}, this program reads {VERSION}")),
@@ -81,8 +81,8 @@ impl Header {
         self.held.iter().sum()
     }
 
-    fn common(&self) -> Header {
-        Header { bits: 0, head_dim: 0, dtype: 0, ..*self }
+    fn common(&self) -> SideHeader {
+        SideHeader { bits: 0, head_dim: 0, dtype: 0, ..*self }
     }
 
     /// Words of a vector, whose channels are padded to a multiple of 32.
@@ -113,7 +113,7 @@ impl<'a> View<'a> {
         let header = arrays.next().ok_or_else(|| {
             format!("no header {at}.0: a {CLASS} of version 1, or none; this program reads version {VERSION}")
         })?;
-        let header = Header::read(header)?;
+        let header = SideHeader::read(header)?;
         header.check()?;
         let [sinks, packed, window] = header.held;
         let mut missing = None;
@@ -159,7 +159,7 @@ impl<'a> View<'a> {
     }
 
     fn unpack(&self, side: Side) -> Result<Tensor> {
-        let Header { layer, head_dim, held: [_, packed, _], .. } = self.header;
+        let SideHeader { layer, head_dim, held: [_, packed, _], .. } = self.header;
         let recipe = self.header.recipe(side)?;
         let spec = recipe.spec(side, layer, head_dim)?;
         let [b, h] = self.lead();
@@ -188,7 +188,7 @@ impl<'a> View<'a> {
     }
 
     fn describe(&self) -> String {
-        let Header { bits, head_dim, held: [sinks, packed, window], .. } = self.header;
+        let SideHeader { bits, head_dim, held: [sinks, packed, window], .. } = self.header;
         format!("{bits} bits, {head_dim} channels ({sinks} + {packed} + {window} tokens)")
     }
 }

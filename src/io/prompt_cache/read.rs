@@ -8,7 +8,7 @@ use super::class::{KvClass, Pair};
 use super::layer::{Layer, rows_of};
 use super::packed;
 use super::ring::Ring;
-use super::source::Source;
+use super::source::OpenedFile;
 use super::swift;
 use super::tree::{Node, strings};
 use super::{Fields, Layout, Spec, fields_of};
@@ -18,7 +18,7 @@ use crate::tensor::Tensor;
 /// Classes of mlx-lm that hold several sequences.
 const BATCH: [&str; 2] = ["BatchKVCache", "BatchRotatingKVCache"];
 
-impl Source<'_> {
+impl OpenedFile<'_> {
     /// The layers, each with an error of its own: an unknown class does not hide the others.
     pub(super) fn layers(&self) -> impl Iterator<Item = Result<Layer>> {
         self.classes.iter().enumerate().map(|(i, class)| {

@@ -16,7 +16,7 @@ use crate::tensor::Tensor;
 use std::collections::BTreeMap;
 
 /// A file of which the layout is known, not yet its layers.
-pub(super) struct Source<'a> {
+pub(super) struct OpenedFile<'a> {
     pub(super) file: &'a Container,
     pub(super) layout: Layout,
     pub(super) metadata: BTreeMap<String, String>,
@@ -26,9 +26,9 @@ pub(super) struct Source<'a> {
     pub(super) metas: BTreeMap<usize, Node<'a>>,
 }
 
-impl<'a> Source<'a> {
+impl<'a> OpenedFile<'a> {
     /// Finds the layout and sorts metadata and tensor names by layer.
-    pub(super) fn new(file: &'a Container) -> Result<Source<'a>> {
+    pub(super) fn new(file: &'a Container) -> Result<OpenedFile<'a>> {
         let unknown = |why: String| {
             let keys: Vec<_> = file.metadata.keys().take(6).collect();
             file.bad(format!(
@@ -82,7 +82,7 @@ impl<'a> Source<'a> {
         if let Some(i) = states.keys().chain(metas.keys()).find(|&&i| i >= classes.len()) {
             return Err(file.bad(format!("data of layer {i}, but only {} class names", classes.len())));
         }
-        Ok(Source { file, layout, metadata, classes, kinds, states, metas })
+        Ok(OpenedFile { file, layout, metadata, classes, kinds, states, metas })
     }
 
     /// Whether a leaf stands for None.

@@ -26,7 +26,7 @@ enum Item<'a> {
 }
 
 /// Everything that goes into a file.
-struct Plan<'a> {
+struct FileParts<'a> {
     layout: Layout,
     items: BTreeMap<Vec<usize>, Item<'a>>,
     /// Meta states of 0.31, by path.
@@ -59,10 +59,10 @@ pub(super) fn write(cache: &PromptCache, path: &Path, layout: Layout) -> Result<
 
 /// As [`write`], with one layer in memory at a time, or two where the last layer's arrays have several element sizes.
 pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
-    let mut plan = Plan::new(layout);
+    let mut plan = FileParts::new(layout);
     for i in 0..layers.count {
         let like = (layers.like)(i)?;
-        let mut one = Plan::new(layout);
+        let mut one = FileParts::new(layout);
         one.layer(i, &like)?;
         plan.items.extend(one.items.into_iter().map(|(path, item)| (path, item.late())));
         plan.meta.extend(one.meta);
@@ -78,7 +78,7 @@ pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Resu
             Entry::Occupied(layer) => layer.into_mut(),
             Entry::Vacant(free) => free.insert((layers.layer)(index)?),
         };
-        let mut one = Plan::new(layout);
+        let mut one = FileParts::new(layout);
         one.layer(index, layer)?;
         match one.items.remove(&place) {
             Some(Item::Array(piece)) => put(&piece),
@@ -88,7 +88,7 @@ pub(super) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Resu
 }
 
 fn image(cache: &PromptCache, layout: Layout) -> Result<Image<'_>> {
-    let mut plan = Plan::new(layout);
+    let mut plan = FileParts::new(layout);
     cache.layers.iter().enumerate().try_for_each(|(i, layer)| plan.layer(i, layer))?;
     plan.image(&cache.metadata)
 }
@@ -97,9 +97,9 @@ fn refuse(field: &'static str, value: String, reason: &str) -> Error {
     Error::Unsupported { field, value, reason: reason.into() }
 }
 
-impl<'a> Plan<'a> {
-    fn new(layout: Layout) -> Plan<'a> {
-        Plan { layout, items: BTreeMap::new(), meta: BTreeMap::new(), classes: vec![] }
+impl<'a> FileParts<'a> {
+    fn new(layout: Layout) -> FileParts<'a> {
+        FileParts { layout, items: BTreeMap::new(), meta: BTreeMap::new(), classes: vec![] }
     }
 
     /// Adds the layer of an index.

@@ -1,7 +1,7 @@
 //! The AVX2 forms of the kernels, see the parent. Loads and stores go through arrays of a register's size, so that every slice is
 //! bounds-checked by the language; what is unsafe here is only the move between such an array and a register.
 
-use super::{Block, Bytes, Picked, Small};
+use super::{Bytes, LaneBlock, Picked, Small};
 use half::f16;
 use std::arch::x86_64::*;
 
@@ -104,7 +104,7 @@ pub(super) fn sums([a, b, c, d]: [__m256; 4]) -> [f32; 4] {
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+pub(super) fn scores(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
     let dim = tile.width;
     for (queries, out) in queries.chunks(4 * dim).zip(out.chunks_mut(4 * tile.stride)) {
         match queries.len() / dim {
@@ -118,8 +118,8 @@ pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn scores_of<const R: usize>(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
-    let Block { rows: tile, width: dim, n, stride } = tile;
+fn scores_of<const R: usize>(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
+    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
     let eights = dim / 8;
     let mut q: [&[[f32; 8]]; R] = [&[]; R];
     for (r, q) in q.iter_mut().enumerate() {
@@ -150,7 +150,7 @@ fn scores_of<const R: usize>(queries: &[f32], tile: Block<f32>, out: &mut [f32])
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
     let dim = tile.width;
     for (weights, sums) in weights.chunks(4 * tile.stride).zip(sums.chunks_mut(4 * dim)) {
         match sums.len() / dim {
@@ -164,8 +164,8 @@ pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
 
 #[inline]
 #[target_feature(enable = "avx2,fma,f16c")]
-fn accumulate_of<const R: usize>(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
-    let Block { rows: tile, width: dim, n, stride } = tile;
+fn accumulate_of<const R: usize>(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
+    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
     let mut w: [&[f32]; R] = [&[]; R];
     for (r, w) in w.iter_mut().enumerate() {
         *w = &weights[r * stride..][..n];
@@ -211,7 +211,7 @@ fn accumulate_of<const R: usize>(weights: &[f32], tile: Block<f32>, sums: &mut [
 }
 
 #[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {
     let rows = queries.steps.len();
     for first in (0..rows).step_by(4) {
         let out = &mut out[first * codes.stride..];

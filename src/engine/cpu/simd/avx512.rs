@@ -2,7 +2,7 @@
 //! formed. Chosen where the machine has VNNI and VBMI too (Ice Lake, Zen 4 and later).
 
 use super::parts::four;
-use super::{Block, Bytes, Picked, Small};
+use super::{Bytes, LaneBlock, Picked, Small};
 use std::arch::x86_64::*;
 
 #[inline]
@@ -20,13 +20,13 @@ pub(super) fn store(x: &mut [f32; 16], value: __m512) {
 }
 
 /// Where the code of each of 64 channels is: the two bytes that hold it, in the low half of a lane, and the bit in them.
-struct Places {
+struct ChannelPlaces {
     bytes: [[u8; 64]; 4],
     bits: [[u32; 16]; 4],
 }
 
-const fn places(bits: usize) -> Places {
-    let mut places = Places { bytes: [[0; 64]; 4], bits: [[0; 16]; 4] };
+const fn places(bits: usize) -> ChannelPlaces {
+    let mut places = ChannelPlaces { bytes: [[0; 64]; 4], bits: [[0; 16]; 4] };
     let mut i = 0;
     while i < 64 {
         let (register, lane) = (i / 16, i % 16);
@@ -38,7 +38,7 @@ const fn places(bits: usize) -> Places {
     places
 }
 
-static PLACES: [Places; 3] = [places(1), places(2), places(3)];
+static PLACES: [ChannelPlaces; 3] = [places(1), places(2), places(3)];
 
 /// Whether [`levels`] has a form for rows of this shape.
 pub(super) fn whole(bits: u8, channels: usize) -> bool {
@@ -99,8 +99,8 @@ fn sums(x: [[__m512; 4]; 4]) -> __m512 {
 
 /// See [`super::scores`]; the width is a multiple of 16. Four tokens by four query rows at a time.
 #[target_feature(enable = "avx512f")]
-pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
-    let Block { rows: tile, width: dim, n, stride } = tile;
+pub(super) fn scores(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
+    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
     let (rows, parts) = (queries.len() / dim, dim / 16);
     for first in (0..rows).step_by(4) {
         let q = four(queries, dim, first, rows);
@@ -138,8 +138,8 @@ fn put(sums: __m512, rows: usize, tokens: usize, stride: usize, out: &mut [f32])
 
 /// See [`super::accumulate`]; the width is a multiple of 16.
 #[target_feature(enable = "avx512f")]
-pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
-    let Block { width: dim, stride, .. } = tile;
+pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
+    let LaneBlock { width: dim, stride, .. } = tile;
     for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
         let rows = sums.len() / dim;
         let mut at = 0;
@@ -167,11 +167,11 @@ pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
 #[target_feature(enable = "avx512f")]
 fn accumulate_of<const R: usize, const C: usize>(
     weights: &[f32],
-    tile: Block<f32>,
+    tile: LaneBlock<f32>,
     at: usize,
     sums: &mut [f32],
 ) {
-    let Block { rows: tile, width: dim, n, stride } = tile;
+    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
     let mut x = [[_mm512_setzero_ps(); C]; R];
     let mut w: [&[f32]; R] = [&[]; R];
     for r in 0..R {
@@ -201,16 +201,16 @@ fn accumulate_of<const R: usize, const C: usize>(
 
 /// Integer scores of the first tokens, as many as fours hold, which it returns; rows of 8 or 16 words of 2 or 4 bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
-pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) -> usize {
-    type Run = unsafe fn(&Small, &Bytes, usize, Block<u32>, &mut [f32]);
-    let run: Run = match (grid.bits, codes.width) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) -> usize {
+    type ScoreFn = unsafe fn(&Small, &Bytes, usize, LaneBlock<u32>, &mut [f32]);
+    let run: ScoreFn = match (grid.bits, codes.width) {
         (2, 8) => integer_scores_of::<2, 4, 8>,
         (2, 16) => integer_scores_of::<2, 4, 16>,
         (4, 8) => integer_scores_of::<4, 2, 8>,
         (4, 16) => integer_scores_of::<4, 2, 16>,
         _ => return 0,
     };
-    let codes = Block { n: codes.n / 4 * 4, ..codes };
+    let codes = LaneBlock { n: codes.n / 4 * 4, ..codes };
     for first in (0..queries.steps.len()).step_by(4) {
         // SAFETY: the features are those of this function.
         unsafe { run(grid, queries, first, codes, out) };
@@ -224,10 +224,10 @@ fn integer_scores_of<const B: usize, const FIELDS: usize, const W: usize>(
     grid: &Small,
     queries: &Bytes,
     first: usize,
-    codes: Block<u32>,
+    codes: LaneBlock<u32>,
     out: &mut [f32],
 ) {
-    let Block { rows: words, n, stride, .. } = codes;
+    let LaneBlock { rows: words, n, stride, .. } = codes;
     let (rows, channels) = (queries.steps.len(), W * 32 / B);
     let place = |r: usize| (first + r).min(rows - 1);
     let mut q = [[_mm512_setzero_si512(); 4]; FIELDS];

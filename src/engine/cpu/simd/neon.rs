@@ -5,7 +5,7 @@
 use super::level::{Level, level};
 use super::parts::{exp, four};
 use super::plain::greater;
-use super::{Block, Bytes, Picked, Small};
+use super::{Bytes, LaneBlock, Picked, Small};
 use half::f16;
 use std::arch::aarch64::*;
 use std::arch::asm;
@@ -39,13 +39,13 @@ fn load_words(x: &[u32; 4]) -> uint8x16_t {
 }
 
 /// Where sixteen codes begin: the byte, and minus the bit in it.
-struct Places {
+struct CodePlaces {
     bytes: [i8; 16],
     bits: [i8; 16],
 }
 
-const fn places(bits: usize) -> Places {
-    let mut places = Places { bytes: [0; 16], bits: [0; 16] };
+const fn places(bits: usize) -> CodePlaces {
+    let mut places = CodePlaces { bytes: [0; 16], bits: [0; 16] };
     let mut i = 0;
     while i < 16 {
         places.bytes[i] = (bits * i / 8) as i8;
@@ -55,7 +55,7 @@ const fn places(bits: usize) -> Places {
     places
 }
 
-static PLACES: [Places; 4] = [places(1), places(2), places(3), places(4)];
+static PLACES: [CodePlaces; 4] = [places(1), places(2), places(3), places(4)];
 
 #[target_feature(enable = "neon")]
 pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
@@ -120,7 +120,7 @@ pub(super) fn halves(from: &[f16], to: &mut [f32]) {
 }
 
 #[target_feature(enable = "neon")]
-pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+pub(super) fn scores(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
     let dim = tile.width;
     for (queries, out) in queries.chunks(4 * dim).zip(out.chunks_mut(4 * tile.stride)) {
         match queries.len() / dim {
@@ -135,8 +135,8 @@ pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
 /// `R` query rows, four tokens at a time.
 #[inline]
 #[target_feature(enable = "neon")]
-fn scores_of<const R: usize>(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
-    let Block { width: dim, n, stride, .. } = tile;
+fn scores_of<const R: usize>(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
+    let LaneBlock { width: dim, n, stride, .. } = tile;
     let q = four(queries, dim, 0, R);
     for t in (0..n).step_by(4) {
         let k = four(tile.rows, dim, t, n);
@@ -160,8 +160,8 @@ fn scores_of<const R: usize>(queries: &[f32], tile: Block<f32>, out: &mut [f32])
 }
 
 #[target_feature(enable = "neon")]
-pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
-    let Block { width: dim, stride, .. } = tile;
+pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
+    let LaneBlock { width: dim, stride, .. } = tile;
     for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
         for at in (0..dim).step_by(16) {
             match (sums.len() / dim, at + 16 <= dim) {
@@ -185,11 +185,11 @@ pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
 #[target_feature(enable = "neon")]
 fn accumulate_of<const R: usize, const C: usize>(
     weights: &[f32],
-    tile: Block<f32>,
+    tile: LaneBlock<f32>,
     at: usize,
     sums: &mut [f32],
 ) {
-    let Block { width: dim, n, stride, .. } = tile;
+    let LaneBlock { width: dim, n, stride, .. } = tile;
     let mut x = [[vdupq_n_f32(0.0); C]; R];
     let mut w: [&[f32]; R] = [&[]; R];
     for r in 0..R {
@@ -217,7 +217,7 @@ fn accumulate_of<const R: usize, const C: usize>(
 }
 
 #[target_feature(enable = "neon")]
-pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {
     let rows = queries.steps.len();
     let dot = level() >= Level::Dot;
     for first in (0..rows).step_by(4) {
@@ -242,10 +242,10 @@ fn integer_scores_of<const B: usize, const FIELDS: usize, const R: usize, const 
     grid: &Small,
     queries: &Bytes,
     first: usize,
-    codes: Block<u32>,
+    codes: LaneBlock<u32>,
     out: &mut [f32],
 ) {
-    let Block { width: words, n, stride, .. } = codes;
+    let LaneBlock { width: words, n, stride, .. } = codes;
     let (channels, rows) = (words * 32 / B, queries.steps.len());
     let mut q: [&[[i8; 16]]; R] = [&[]; R];
     for (r, q) in q.iter_mut().enumerate() {

@@ -1,7 +1,7 @@
 //! The plain loops of the kernels, see the parent: the definition that the tests hold the others to, and what runs where no other
 //! form is. Fixed chunks and no look-ups between neighbours, so that a compiler makes vectors of them on any machine.
 
-use super::{Block, Bytes, Picked, Small};
+use super::{Bytes, LaneBlock, Picked, Small};
 
 /// Channels that are unpacked at a time.
 const RUN: usize = 32;
@@ -23,7 +23,7 @@ pub(super) fn levels_row(grid: &Small, row: &[u32], out: &mut [f32]) {
 }
 
 /// See [`super::scores`].
-pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
+pub(super) fn scores(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f32]) {
     for (q, out) in queries.chunks_exact(tile.width).zip(out.chunks_exact_mut(tile.stride)) {
         for (k, out) in tile.rows.chunks_exact(tile.width).zip(&mut out[..tile.n]) {
             *out = crate::math::rotation::dot(q, k);
@@ -32,7 +32,7 @@ pub(super) fn scores(queries: &[f32], tile: Block<f32>, out: &mut [f32]) {
 }
 
 /// See [`super::accumulate`].
-pub(super) fn accumulate(weights: &[f32], tile: Block<f32>, sums: &mut [f32]) {
+pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
     for (sum, weights) in sums.chunks_exact_mut(tile.width).zip(weights.chunks_exact(tile.stride)) {
         for (v, w) in tile.rows.chunks_exact(tile.width).zip(&weights[..tile.n]) {
             sum.iter_mut().zip(v).for_each(|(s, v)| *s += w * v);
@@ -71,7 +71,7 @@ pub(super) fn exponentials(x: &mut [f32], top: f32) -> (f32, f32) {
 }
 
 /// See [`super::integer_scores`]: a row becomes integer levels in the order of the queries, once for all of them.
-pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: Block<u32>, out: &mut [f32]) {
+pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {
     let (bits, fields) = (usize::from(grid.bits), 8 / usize::from(grid.bits));
     let channels = codes.width * 4 * fields;
     let mut levels = [0i8; 512];

@@ -39,7 +39,7 @@ fn forms_agree() {
         for (rows, n) in [(1, 1), (2, 3), (3, 32), (4, 7), (9, 32)] {
             let (q, tile, weights) = (normals(rows * dim), normals(n * dim), normals(rows * 32));
             let what = format!("{dim} channels, {rows} rows, {n} tokens");
-            let tile = Block { rows: &tile[..], width: dim, n, stride: 32 };
+            let tile = LaneBlock { rows: &tile[..], width: dim, n, stride: 32 };
             close(&what, all(rows * 32, |out| scores(&q, tile, out)));
             close(&what, all(rows * dim, |out| accumulate(&weights, tile, out)));
         }
@@ -95,7 +95,7 @@ fn forms_of_levels_and_integer_scores_give_the_same_bits() {
                 };
                 let picks = [4, 0, 3];
                 let what = format!("{bits} bits, {channels} channels");
-                let place = Place { word: 0, words: w, channel: 0, channels };
+                let place = BandPlace { word: 0, words: w, channel: 0, channels };
                 let rows = Picked { words: &words, row_words: w, picks: &picks, dim: channels, place };
                 same(&what, all(3 * channels, |out| levels(&grid, rows, out)));
                 if !integer_form(bits, channels) {
@@ -108,7 +108,7 @@ fn forms_of_levels_and_integer_scores_give_the_same_bits() {
                     let q: Vec<i8> = (0..rows * channels).map(|_| byte()).collect();
                     let sums = q.chunks(channels).map(|q| q.iter().map(|&q| i32::from(q)).sum()).collect();
                     let queries = Bytes { rows: q, steps: vec![0.5; rows], sums };
-                    let codes = Block { rows: &words[..], width: w, n, stride: 8 };
+                    let codes = LaneBlock { rows: &words[..], width: w, n, stride: 8 };
                     let scores = |out: &mut [f32]| integer_scores(&grid, &queries, codes, out);
                     same(&format!("{what}, {rows} rows"), all(rows * 8, scores));
                 }
@@ -124,7 +124,7 @@ fn forms_of_trellis_levels_give_the_same_bits() {
         for channels in [16, 40, 64, 128, 192, 256, 576] {
             let (w, picks) = (grid.words(channels), [3, 0, 2]);
             let words: Vec<u32> = (0..4 * w).map(|_| rng.bits() as u32).collect();
-            let place = Place { word: 0, words: w, channel: 0, channels };
+            let place = BandPlace { word: 0, words: w, channel: 0, channels };
             let rows = Picked { words: &words, row_words: w, picks: &picks, dim: channels, place };
             let what = format!("{} and {} bits, {channels}", grid.states_log2, grid.bits);
             same(&what, all(3 * channels, |out| trellis_levels(&grid, rows, out)));

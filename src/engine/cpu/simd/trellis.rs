@@ -11,14 +11,14 @@ pub(super) fn fits(window: u8, bits: u8, channels: usize) -> bool {
 
 /// A byte for each place of a register.
 #[repr(align(64))]
-struct Places([u8; 64]);
+struct LaneBytes([u8; 64]);
 
 /// The group of eight coordinates that each eight bytes hold, so that widening leaves them in order.
 const GROUP: [u8; 8] = [0, 4, 1, 5, 2, 6, 3, 7];
 
 /// Bytes of the ring that eight bytes need for their group: from the one before its own on.
-const fn around(bits: u8) -> Places {
-    let mut places = Places([0; 64]);
+const fn around(bits: u8) -> LaneBytes {
+    let mut places = LaneBytes([0; 64]);
     let mut i = 0;
     while i < 64 {
         places.0[i] = (bits * GROUP[i / 8]).wrapping_add((i % 8) as u8).wrapping_sub(1);
@@ -28,8 +28,8 @@ const fn around(bits: u8) -> Places {
 }
 
 /// Bit at which the window of coordinate k of a group begins in these: `b (k + 1)`.
-const fn begins(bits: u8) -> Places {
-    let mut places = Places([0; 64]);
+const fn begins(bits: u8) -> LaneBytes {
+    let mut places = LaneBytes([0; 64]);
     let mut i = 0;
     while i < 64 {
         places.0[i] = bits * (i as u8 % 8 + 1);
@@ -38,12 +38,12 @@ const fn begins(bits: u8) -> Places {
     places
 }
 
-static AROUND: [Places; 4] = [around(1), around(2), around(3), around(4)];
-static BEGINS: [Places; 4] = [begins(1), begins(2), begins(3), begins(4)];
+static AROUND: [LaneBytes; 4] = [around(1), around(2), around(3), around(4)];
+static BEGINS: [LaneBytes; 4] = [begins(1), begins(2), begins(3), begins(4)];
 
 #[inline]
 #[target_feature(enable = "avx512f")]
-fn places(x: &Places) -> __m512i {
+fn places(x: &LaneBytes) -> __m512i {
     // SAFETY: an array of 64 bytes is read.
     unsafe { _mm512_loadu_si512(x.0.as_ptr().cast()) }
 }

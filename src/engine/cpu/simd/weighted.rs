@@ -36,7 +36,7 @@ const IN_TURN: [[i32; 16]; 2] = {
 
 /// Weights of a row as pairs of 16 bits, and what one step of them stands for.
 #[derive(Clone, Copy)]
-struct Row {
+struct WeightRow {
     pairs: [i32; MOST / 2],
     step: f32,
 }
@@ -57,7 +57,7 @@ pub(super) fn weighted_levels(
         return false;
     }
     for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
-        let mut rows = [Row { pairs: [0; MOST / 2], step: 0.0 }; 4];
+        let mut rows = [WeightRow { pairs: [0; MOST / 2], step: 0.0 }; 4];
         for (row, weights) in rows.iter_mut().zip(weights.chunks_exact(stride)) {
             *row = whole(&weights[..picks.len()], grid.wide_unit);
         }
@@ -78,7 +78,7 @@ pub(super) fn weighted_levels(
 /// Takes the weights of a row to integers.
 #[inline]
 #[target_feature(enable = "avx512f,avx512bw,avx512vl")]
-fn whole(weights: &[f32], unit: f32) -> Row {
+fn whole(weights: &[f32], unit: f32) -> WeightRow {
     let mut x = [0f32; MOST];
     x[..weights.len()].copy_from_slice(weights);
     let mut registers = [_mm512_setzero_ps(); MOST / 16];
@@ -97,7 +97,7 @@ fn whole(weights: &[f32], unit: f32) -> Row {
         // SAFETY: an array of 32 bytes is written, unaligned.
         unsafe { _mm256_storeu_si256(pairs.as_mut_ptr().cast(), _mm512_cvtsepi32_epi16(steps)) };
     }
-    Row { pairs, step: top / TOP * unit }
+    WeightRow { pairs, step: top / TOP * unit }
 }
 
 /// 64 channels of `R` query rows, the words `at..at + 8` of the tokens.
@@ -107,7 +107,7 @@ fn add<const R: usize>(
     grid: &Small,
     (words, row_words, at): (&[u32], usize, usize),
     picks: &[u32],
-    rows: &[Row],
+    rows: &[WeightRow],
     dim: usize,
     sums: &mut [f32],
 ) {
@@ -154,7 +154,7 @@ fn add<const R: usize>(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::cpu::simd::Place;
+    use crate::engine::cpu::simd::BandPlace;
     use crate::math::rng::Rng;
 
     #[test]
@@ -175,7 +175,7 @@ mod tests {
             let mut weights: Vec<f32> = (0..rows * 64).map(|_| (3.0 * rng.normal()).exp() as f32).collect();
             let mut sums = vec![0.5f32; rows * dim];
             let mut add = |weights: &[f32]| {
-                let place = Place { word: 0, words: row_words, channel: 0, channels: dim };
+                let place = BandPlace { word: 0, words: row_words, channel: 0, channels: dim };
                 let rows = Picked { words: &words, row_words, picks: &picks, dim, place };
                 // SAFETY: the form was asked for above.
                 let done = unsafe { weighted_levels(&grid, rows, weights, 64, &mut sums) };
