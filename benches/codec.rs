@@ -4,13 +4,13 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use half::f16;
 use std::hint::black_box;
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codec::codes::Frame;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::codebook;
-use turbomoq::math::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::internals::math::codebook;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
 
 fn vectors(shape: [usize; 4]) -> Tensor {
@@ -84,8 +84,8 @@ fn seed_shape(c: &mut Criterion) {
 /// The same stages as MLX graphs, evaluated.
 #[cfg(feature = "mlx")]
 fn graphs(c: &mut Criterion) {
-    use turbomoq::engine::mlx::Mlx;
-    use turbomoq::engine::mlx::arrays::evaluate;
+    use turbomoq::Mlx;
+    use turbomoq::mlx::evaluate;
     let mlx = Mlx::new();
     for (dim, grid, bits) in [(64, Grid::Lloyd, 4), (128, Grid::Uniform, 4), (128, Grid::Lloyd, 4)] {
         let host = vectors([1, 8, 2048, dim]);

@@ -7,16 +7,16 @@ use rayon::prelude::*;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use turbomoq::Tensor;
-use turbomoq::codec::Codec;
+use turbomoq::Codec;
 #[cfg(feature = "mlx")]
-use turbomoq::codec::codes::Codes;
-use turbomoq::codec::codes::Frame;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Segment, Stored};
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codes;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::Tensor;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid};
+use turbomoq::{Rules, Segment, Stored};
 
 const HEADS: usize = 8;
 const DIM: usize = 128;
@@ -132,8 +132,8 @@ fn cpu(tokens: usize, lines: &mut Vec<Line>) {
 
 #[cfg(feature = "mlx")]
 fn on_mlx(tokens: usize, lines: &mut Vec<Line>) {
-    use turbomoq::engine::mlx::Mlx;
-    use turbomoq::engine::mlx::arrays::evaluate;
+    use turbomoq::Mlx;
+    use turbomoq::mlx::evaluate;
     let engine = Mlx::new();
     let put = |t: &Tensor| engine.put(t).expect("put");
     let side = |s: &Stored<Tensor>| match s {

@@ -15,11 +15,11 @@ fn main() -> turbomoq::Result<()> {
 mod mlx {
     use mlx_rs::ops::{self, matmul};
     use mlx_rs::{Array, Dtype};
+    use turbomoq::Engine;
+    use turbomoq::Mlx;
+    use turbomoq::Rules;
     use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-    use turbomoq::engine::Engine;
-    use turbomoq::engine::attention::Rules;
-    use turbomoq::engine::mlx::Mlx;
-    use turbomoq::math::rng::Rng;
+    use turbomoq::internals::math::rng::Rng;
     use turbomoq::{Recipe, Result, Tensor};
 
     const TOKENS: usize = 2000;

@@ -1,15 +1,15 @@
 //! The original system's Quick Start, snippet by snippet, in Rust: `cargo run --release --example quickstart`.
 
+use turbomoq::Compressor;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
+use turbomoq::Side;
 use turbomoq::allocation::calibration::{Calibration, Unit, score_heads};
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::{ModelShape, ProgressivePolicy};
 use turbomoq::pool::MemoryPool;
-use turbomoq::spec::Side;
 use turbomoq::{Recipe, Result, Tensor};
 
 /// Stand-in for a model's cache: [B, H, T, D] with normal values.
@@ -63,7 +63,7 @@ fn main() -> Result<()> {
     #[cfg(feature = "mlx")]
     {
         println!("-- the same as a lazy MLX graph");
-        let mlx = turbomoq::engine::mlx::Mlx::new();
+        let mlx = turbomoq::Mlx::new();
         let codes = mlx.encode(&codec, Default::default(), &mlx.put(keys)?)?;
         let scores = mlx.scores(&codes, &mlx.put(&queries)?)?;
         println!("scores of packed keys {:?}", mlx.get(&scores)?.shape());

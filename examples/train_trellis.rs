@@ -8,7 +8,8 @@
 
 use std::{env, fs, process::ExitCode, thread};
 
-use turbomoq::math::{trellis::Trellis, trellis_search::SearchScratch};
+use turbomoq::internals::math::trellis::Trellis;
+use turbomoq::internals::math::trellis_search::SearchScratch;
 
 const DIM: usize = 128;
 

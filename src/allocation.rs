@@ -16,7 +16,7 @@ use crate::spec::bit_plan::{BitPlan, Widths};
 /// Widest code that is given out.
 pub const MOST_BITS: usize = 8;
 
-/// Mean squared error of a unit-variance coordinate at 1 to 8 bits: trellis codes of 2^8 states (tests/laws.rs holds the trellis to
+/// Mean squared error of a unit-variance coordinate at 1 to 8 bits: trellis codes of 2^8 states (tests/suite/laws.rs holds the trellis to
 /// them), above 4 bits the Beta-law grid that takes their place.
 pub const DISTORTION: [f64; MOST_BITS] =
     [0.2765, 0.0737, 0.0194, 0.0052, 2.5047e-3, 6.4424e-4, 1.6348e-4, 4.1185e-5];

@@ -25,9 +25,10 @@ use indicatif::{ProgressBar, ProgressStyle};
 use say::{complain, say};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use turbomoq::engine::Engine;
-use turbomoq::io::prompt_cache::{Layer, PromptCache};
-use turbomoq::recipe::{self, PRESETS};
+use turbomoq::Engine;
+use turbomoq::PRESETS;
+use turbomoq::internals::recipe;
+use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::{Recipe, Result};
 
 #[derive(Parser)]
@@ -152,10 +153,10 @@ impl EngineName {
         {
             let [head_dim, rows] = command.size();
             if self == EngineName::Mlx || (self == EngineName::Auto && tune::prefers_mlx(head_dim, rows)?) {
-                return command.run(turbomoq::engine::mlx::Mlx::new());
+                return command.run(turbomoq::Mlx::new());
             }
         }
-        command.run(turbomoq::engine::cpu::Cpu)
+        command.run(turbomoq::Cpu)
     }
 }
 

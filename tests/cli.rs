@@ -3,8 +3,8 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
-use turbomoq::io::prompt_cache::{Layout, PromptCache};
-use turbomoq::recipe::PRESETS;
+use turbomoq::PRESETS;
+use turbomoq::prompt_cache::{Layout, PromptCache};
 
 /// A folder of its own with the sample in it.
 struct Place(tempfile::TempDir);
@@ -85,7 +85,7 @@ fn a_restored_file_is_packed_with_the_frames_it_came_from() {
         place.good(&format!("compress {i}.safetensors -o {}.tmq {options}", i + 1));
     }
     let centre = |name: &str| {
-        let archive = turbomoq::io::archive::Archive::read(place.path(name)).unwrap();
+        let archive = turbomoq::archive::Archive::read(place.path(name)).unwrap();
         let (_, _, layer) = archive.packed()[7];
         layer.key.body.as_ref().unwrap().frame().centre.clone().unwrap()
     };
@@ -102,7 +102,7 @@ fn a_restored_file_is_packed_with_the_frames_it_came_from() {
 fn layers_at_different_tokens_are_shown_and_packed_only_if_that_is_meant() {
     let place = Place::new();
     let mut cache = PromptCache::read(place.path("in.safetensors")).unwrap();
-    let turbomoq::io::prompt_cache::Layer::Kv { kv: Some(kv), .. } = &mut cache.layers[1] else { panic!() };
+    let turbomoq::prompt_cache::Layer::Kv { kv: Some(kv), .. } = &mut cache.layers[1] else { panic!() };
     (kv.keys, kv.values) = (kv.keys.slice(2, 0, 249).unwrap(), kv.values.slice(2, 0, 249).unwrap());
     cache.write(place.path("odd.safetensors"), cache.layout).unwrap();
     place.bad("compress odd.safetensors -o x.tmq", 1, &["249 in layer 1 (KVCache)", "250", "--uneven"]);

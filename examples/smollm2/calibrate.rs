@@ -61,7 +61,7 @@ pub fn run(model: &Model, text: &Text, arguments: &Arguments) -> Result<()> {
     let source = format!("{count} windows of {ctx} tokens of {}; {}", names.join(", "), arguments.recipe);
     let [keys, values] = sums;
     let table = Calibration::new(shape, &source, keys, values)?;
-    turbomoq::io::files::replace(&arguments.out, &[&table.to_bytes()?])?;
+    turbomoq::internals::io::files::replace(&arguments.out, &[&table.to_bytes()?])?;
     println!("{}: {source}", arguments.out.display());
     Ok(())
 }

@@ -9,7 +9,7 @@ use crate::kv::{Form, Kv};
 use crate::model::{Model, Session};
 use crate::tokenizer::Text;
 use std::path::PathBuf;
-use turbomoq::recipe::PRESETS;
+use turbomoq::PRESETS;
 
 /// The text to go on from, and how far.
 #[derive(clap::Args)]
@@ -98,10 +98,7 @@ impl Seen {
 fn last_logits(model: &Model, session: &mut Session, tokens: &[u32]) -> Result<Vec<f32>> {
     let states = session.states(tokens)?;
     let last = states.shape()[0] as usize - 1;
-    Ok(model
-        .logits(&turbomoq::engine::mlx::arrays::slice(&states, 0, last, last + 1)?)?
-        .try_as_slice()?
-        .to_vec())
+    Ok(model.logits(&turbomoq::mlx::slice(&states, 0, last, last + 1)?)?.try_as_slice()?.to_vec())
 }
 
 fn top(logits: &[f32]) -> usize {

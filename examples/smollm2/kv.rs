@@ -7,10 +7,10 @@ use crate::model::{Model, Session};
 use crate::rebuilt::Rebuilt;
 use std::fmt;
 use std::str::FromStr;
+use turbomoq::Mlx;
 use turbomoq::Recipe;
-use turbomoq::engine::mlx::Mlx;
 use turbomoq::policy::TierPolicy;
-use turbomoq::spec::{Residual, Side};
+use turbomoq::{Residual, Side};
 
 /// The float cache, or a recipe as it was written, with a tier policy behind a `|` if there is one: `best@4/4|progressive`.
 #[derive(Clone, Debug)]

@@ -3,15 +3,15 @@
 use crate::Result;
 use crate::cache::{Attend, Usage};
 use mlx_rs::Array;
+use turbomoq::Buffer;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Mlx;
 use turbomoq::Recipe;
 use turbomoq::cache::{HeadGroups, LayerShape, OBSERVE_EVERY};
-use turbomoq::codec::codes::Buffer;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Stored};
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::engine::mlx::Mlx;
-use turbomoq::engine::mlx::arrays::{get, put};
+use turbomoq::mlx::{get, put};
 use turbomoq::policy::TierPolicy;
+use turbomoq::{Rules, Stored};
 
 /// A layer's cache and the way of arrays into its engine and back.
 pub struct Live<E: Engine> {

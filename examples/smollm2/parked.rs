@@ -5,10 +5,10 @@ use crate::cache::Float;
 use crate::model::{Model, Session};
 use mlx_rs::{Array, Dtype};
 use std::collections::BTreeMap;
-use turbomoq::engine::mlx::arrays::{get, put};
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
+use turbomoq::archive::Archive;
+use turbomoq::mlx::{get, put};
 use turbomoq::pool::MemoryPool;
+use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::{Compressor, Recipe, Tensor};
 
 /// The session that goes on where a session on exact caches is, after its caches went through a pool, and the bytes that the pool

@@ -10,13 +10,13 @@ use crate::cache::{Attend, Usage, attention};
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codec::codes::Frame;
-use turbomoq::compressor::TOKENS_PER_BLOCK;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::engine::mlx::arrays::{get, put, slice};
-use turbomoq::spec::Side;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::Side;
+use turbomoq::TOKENS_PER_BLOCK;
+use turbomoq::mlx::{get, put, slice};
 use turbomoq::{Compressor, Recipe, Tensor};
 
 /// Queries by which exact and decoded keys are compared.

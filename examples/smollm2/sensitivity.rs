@@ -13,14 +13,14 @@ use mlx_rs::ops::{select, softmax_axis};
 use mlx_rs::{Array, random, stop_gradient, transforms};
 use std::cell::RefCell;
 use std::rc::Rc;
+use turbomoq::Cpu;
+use turbomoq::Engine;
 use turbomoq::Recipe;
+use turbomoq::Side;
+use turbomoq::TOKENS_PER_BLOCK;
 use turbomoq::allocation::MOST_BITS;
-use turbomoq::compressor::TOKENS_PER_BLOCK;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::engine::mlx::arrays::{get, put, slice};
-use turbomoq::recipe::with_bits;
-use turbomoq::spec::Side;
+use turbomoq::internals::recipe::with_bits;
+use turbomoq::mlx::{get, put, slice};
 use turbomoq::{Compressor, Dtype};
 
 /// Losses by layer and KV head, each at 1 to 8 bits: of keys and of values.

@@ -10,14 +10,14 @@ use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Residual;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codec::codes::{Codes, Frame};
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Segment, Stored};
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
-use turbomoq::spec::Residual;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{Codes, Frame};
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -131,7 +131,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let cache = cache(arguments, recipe.as_ref(), CHECKED, Dtype::F32)?;
         check(&Cpu, arguments, name, &cache, &mut output.checks)?;
         #[cfg(feature = "mlx")]
-        check(&turbomoq::engine::mlx::Mlx::new(), arguments, name, &cache, &mut output.checks)?;
+        check(&turbomoq::Mlx::new(), arguments, name, &cache, &mut output.checks)?;
     }
     let mut lengths = arguments.tokens.clone();
     lengths.sort_unstable();
@@ -142,7 +142,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             let segments = cache.segments();
             time(&Cpu, arguments, name, tokens, &segments, &mut output.cells)?;
             #[cfg(feature = "mlx")]
-            time(&turbomoq::engine::mlx::Mlx::new(), arguments, name, tokens, &segments, &mut output.cells)?;
+            time(&turbomoq::Mlx::new(), arguments, name, tokens, &segments, &mut output.cells)?;
         }
     }
     compare(&mut output, &recipes.iter().map(|r| r.0.as_str()).collect::<Vec<_>>());
@@ -167,7 +167,7 @@ fn in_range(field: &'static str, n: usize) -> Result<()> {
 
 fn gpu() -> bool {
     #[cfg(feature = "mlx")]
-    return turbomoq::engine::mlx::arrays::on_gpu();
+    return turbomoq::mlx::on_gpu();
     #[cfg(not(feature = "mlx"))]
     false
 }

@@ -7,9 +7,9 @@ use super::say::say;
 use std::path::{Path, PathBuf};
 use turbomoq::allocation::HeadScores;
 use turbomoq::allocation::calibration::{Calibration, score_heads};
-use turbomoq::io::files;
-use turbomoq::io::prompt_cache::{Layer, PromptCache};
+use turbomoq::internals::io::files;
 use turbomoq::policy::ModelShape;
+use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.

@@ -8,8 +8,8 @@
 use super::say::say;
 use super::{Size, bytes, print_json, table};
 use serde::Serialize;
+use turbomoq::archive::parked_model_bytes;
 use turbomoq::cache::{Claim, Model, ModelPlan, models};
-use turbomoq::io::archive::parked_model_bytes;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Result};
 

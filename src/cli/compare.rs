@@ -5,9 +5,9 @@ use super::verify::{RoundTrip, rows};
 use super::{EngineName, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
-use turbomoq::io::prompt_cache::PromptCache;
+use turbomoq::Side;
+use turbomoq::prompt_cache::PromptCache;
 use turbomoq::quality::QualityRow;
-use turbomoq::spec::Side;
 use turbomoq::{Error, Recipe, Result};
 
 /// What is compared where no recipe is named: the presets at four bits, then at fewer.

@@ -4,11 +4,11 @@ use super::say::say;
 use super::{EngineName, OnEngine, RecipeArguments, beside, bytes, print_json, progress, table};
 use std::path::PathBuf;
 use std::time::Instant;
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::io::archive::Archive;
-use turbomoq::io::files;
-use turbomoq::io::prompt_cache::PromptCache;
+use turbomoq::Compressor;
+use turbomoq::Engine;
+use turbomoq::archive::Archive;
+use turbomoq::internals::io::files;
+use turbomoq::prompt_cache::PromptCache;
 use turbomoq::{Error, Recipe, Result};
 
 /// Arguments of the command.

@@ -4,9 +4,9 @@ use super::say::{name, say};
 use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
-use turbomoq::compressor::CompressedSide;
-use turbomoq::io::archive::{Archive, Entry};
-use turbomoq::io::prompt_cache::{Layer, PromptCache, place_in_layer, usual_offsets};
+use turbomoq::CompressedSide;
+use turbomoq::archive::{Archive, Entry};
+use turbomoq::prompt_cache::{Layer, PromptCache, place_in_layer, usual_offsets};
 use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.

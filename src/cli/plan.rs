@@ -6,10 +6,10 @@ use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::cache::{CapacityPlan, LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, PlanPart};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::{ModelShape, TierPolicy};
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
 

@@ -3,12 +3,12 @@
 use super::say::say;
 use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
 use std::path::PathBuf;
+use turbomoq::Compressor;
+use turbomoq::Engine;
 use turbomoq::Result;
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::io::archive::Archive;
-use turbomoq::io::files;
-use turbomoq::io::prompt_cache::{Layer, Layout, PromptCache};
+use turbomoq::archive::Archive;
+use turbomoq::internals::io::files;
+use turbomoq::prompt_cache::{Layer, Layout, PromptCache};
 
 /// Arguments of the command.
 #[derive(clap::Args)]

@@ -5,19 +5,19 @@ use super::{print_json, table};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Segment, Stored};
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::engine::crossover::Crossover;
-use turbomoq::engine::crossover::Measured;
-use turbomoq::engine::crossover::Work;
-use turbomoq::engine::mlx::Mlx;
-use turbomoq::engine::mlx::arrays::on_gpu;
-use turbomoq::io::files;
-use turbomoq::math::rng::Rng;
-use turbomoq::spec::Side;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Mlx;
+use turbomoq::Side;
+use turbomoq::internals::engine::crossover::Crossover;
+use turbomoq::internals::engine::crossover::Measured;
+use turbomoq::internals::engine::crossover::Work;
+use turbomoq::internals::io::files;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::mlx::on_gpu;
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Arguments of the command.
 #[derive(clap::Args)]

@@ -5,12 +5,12 @@ use super::{EngineName, OnEngine, RecipeArguments, bytes, print_json, progress, 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::io::archive::{Archive, Entry};
-use turbomoq::io::prompt_cache::{Layer, PromptCache};
+use turbomoq::Compressor;
+use turbomoq::Engine;
+use turbomoq::Side;
+use turbomoq::archive::{Archive, Entry};
+use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::quality::{QualityReport, QualityRow, compare};
-use turbomoq::spec::Side;
 use turbomoq::{Error, Recipe, Result, Tensor};
 
 /// Arguments of the command.
@@ -64,7 +64,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let cache = PromptCache::read(&arguments.input)?;
     let (archive, restored, [encode_ms, decode_ms]) =
         arguments.engine.run(RoundTrip { cache: &cache, recipe })?;
-    let queries = arguments.queries.as_deref().map(turbomoq::io::archive::read_tensors).transpose()?;
+    let queries = arguments.queries.as_deref().map(turbomoq::archive::read_tensors).transpose()?;
     let rows = rows(&cache, &restored, &archive, queries.as_ref())?;
     // The file's bytes are those of a real file, written where temporary files go.
     let folder = std::env::temp_dir();

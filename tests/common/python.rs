@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use turbomoq::io::prompt_cache::Layout;
+use turbomoq::prompt_cache::Layout;
 
 const RELEASES: [(&str, Layout); 2] = [("venv-0.31", Layout::V031), ("venv-0.32", Layout::V032)];
 

@@ -1,9 +1,9 @@
 //! Cases: what a cache is, and what is asked of it, drawn from a seed.
 
 use crate::values::Kind;
-use turbomoq::engine::attention::Rules;
-use turbomoq::math::rng::Rng;
-use turbomoq::recipe::PRESETS;
+use turbomoq::PRESETS;
+use turbomoq::Rules;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::{Dtype, Tensor};
 
 /// Where a cache lives.

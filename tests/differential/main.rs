@@ -16,7 +16,7 @@ mod sequences;
 mod subject;
 mod values;
 
-use turbomoq::engine::cpu::probe::{self, Path};
+use turbomoq::internals::engine::cpu::probe::{self, Path};
 
 /// The seed of the environment, or else this one.
 fn seed(default: u64) -> u64 {

@@ -2,13 +2,14 @@
 
 use crate::common::gauss;
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codec::codes::Frame;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Segment, Stored};
-use turbomoq::engine::cpu::{Cpu, dense_scores, dense_sum};
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::internals::engine::cpu::{dense_scores, dense_sum};
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Error, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 fn is_shape<T>(got: turbomoq::Result<T>) -> bool {
     matches!(got, Err(Error::Shape { .. }))
@@ -112,7 +113,7 @@ fn dense_products_refuse_arrays_that_do_not_fit() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
 
     #[test]
     fn an_mlx_engine_refuses_what_it_cannot_answer() {

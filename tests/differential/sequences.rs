@@ -7,9 +7,10 @@ use crate::subject::{Subject, restore};
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::{Cpu, probe};
+use turbomoq::internals::engine::cpu::probe;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Recipe, Tensor};
 
@@ -50,7 +51,7 @@ fn empty(case: &Case) -> Option<Box<dyn Subject>> {
         On::Cpu => Some(Box::new(cache)),
         #[cfg(feature = "mlx")]
         On::Mlx => {
-            let mlx = turbomoq::engine::mlx::Mlx::new();
+            let mlx = turbomoq::Mlx::new();
             let cache = LayerCache::new(mlx, &recipe, 3, shape).ok()?;
             Some(match case.tiers {
                 Some(tiers) => Box::new(cache.with_tiers(&tiers.parse().unwrap(), OBSERVE_EVERY).ok()?),
@@ -205,7 +206,7 @@ impl Run<'_> {
         let restored = match on {
             On::Cpu => restore(&Cpu, &state),
             #[cfg(feature = "mlx")]
-            On::Mlx => restore(&turbomoq::engine::mlx::Mlx::new(), &state),
+            On::Mlx => restore(&turbomoq::Mlx::new(), &state),
             #[cfg(not(feature = "mlx"))]
             On::Mlx => restore(&Cpu, &state),
         };

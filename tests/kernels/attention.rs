@@ -4,11 +4,11 @@ use super::bench::{Bench, Call, Input, floats, halves};
 use super::common::{codec, gauss, keys};
 use half::{bf16, f16};
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codec::frame::RowFrame;
-use turbomoq::engine::mlx::kernels::plan::{self, Element, Pass};
-use turbomoq::engine::mlx::kernels::{Form, table};
-use turbomoq::spec::{CodecSpec, Grid, RotationKind, ScaleFormat};
+use turbomoq::Codec;
+use turbomoq::internals::codec::frame::RowFrame;
+use turbomoq::internals::engine::mlx::kernels::plan::{self, Element, Pass};
+use turbomoq::internals::engine::mlx::kernels::{Form, table};
+use turbomoq::{CodecSpec, Grid, RotationKind, ScaleFormat};
 
 /// Rows of one side [B, H, T, D] in a buffer of more capacity, and what the row form says of them.
 pub struct Side {

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
-use turbomoq::engine::mlx::kernels::plan::{Element, Launch, Value};
-use turbomoq::engine::mlx::kernels::{Device, Source, header};
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Launch, Value};
+use turbomoq::internals::engine::mlx::kernels::{Device, Source, header};
 
 /// An input with any strides over its storage.
 #[derive(Clone)]

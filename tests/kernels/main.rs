@@ -13,4 +13,4 @@ mod signature;
 
 /// `.ci/check-macos` compiles this for a Mac, where a build that has MLX has the Metal kernels without a flag of its own.
 #[cfg(all(feature = "mlx", target_os = "macos"))]
-const _: () = assert!(turbomoq::engine::mlx::kernels::METAL);
+const _: () = assert!(turbomoq::internals::engine::mlx::kernels::METAL);

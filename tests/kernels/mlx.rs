@@ -8,15 +8,15 @@ use std::cell::RefCell;
 use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Segment, Stored};
-use turbomoq::engine::mlx::Mlx;
-use turbomoq::engine::mlx::arrays::{get, put};
-use turbomoq::engine::mlx::kernels::plan::{Element, Launch};
-use turbomoq::engine::mlx::kernels::{Device, Kernels};
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::Engine;
+use turbomoq::Mlx;
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Launch};
+use turbomoq::internals::engine::mlx::kernels::{Device, Kernels};
+use turbomoq::mlx::{get, put};
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 fn input(array: &Array) -> Input {
     let tensor = get(array).unwrap();
@@ -134,7 +134,7 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
 }
 
 /// Squared error of decoded codes over the squared norm.
-fn relative_error(mlx: &Mlx, x: &Array, codes: &turbomoq::codec::codes::Codes<Array>) -> f64 {
+fn relative_error(mlx: &Mlx, x: &Array, codes: &turbomoq::Codes<Array>) -> f64 {
     let back = values(mlx, &mlx.decode(codes, Dtype::F32).unwrap());
     super::common::relative_mse(&values(mlx, x), &back)
 }

@@ -3,8 +3,8 @@
 use super::attention::{self, ONE, Rules, Side, close, merge_call};
 use super::bench::{Bench, Call};
 use super::encoding;
-use turbomoq::engine::mlx::kernels::plan::{Element, Pass};
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Pass};
+use turbomoq::{CodecSpec, Grid};
 
 /// A text by its name, what is taken out of it, and what is put there.
 type Mutation = (&'static str, &'static str, &'static str);

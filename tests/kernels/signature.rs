@@ -6,9 +6,9 @@
 use super::attention::{ONE, Rules, Side};
 use super::bench::{Call, compiler};
 use std::process::Command;
-use turbomoq::engine::mlx::kernels::plan::{Element, Pass, Value};
-use turbomoq::engine::mlx::kernels::{Device, SOURCES, header};
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Pass, Value};
+use turbomoq::internals::engine::mlx::kernels::{Device, SOURCES, header};
+use turbomoq::{CodecSpec, Grid};
 
 /// Thread indices that MLX declares when a body names them.
 const ATTRIBUTES: [(&str, &str); 20] = [

@@ -5,9 +5,9 @@ use super::rows::{by_token, tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_NON_FINITE};
 use super::{Failure, answer, by_mut, by_ref, free, give, guard, text, write};
 use std::ffi::c_char;
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 
 /// The cache of one layer.
 pub struct tmq_cache(LayerCache<Cpu>);

@@ -4,9 +4,9 @@ use super::codes::finite;
 use super::rows::{tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_SHAPE};
 use super::{Failure, guard, null, write};
+use turbomoq::Side;
 use turbomoq::allocation::calibration::score_heads;
 use turbomoq::allocation::{HeadSide, MOST_BITS, allocate};
-use turbomoq::spec::Side;
 
 /// Heads of a whole model that bits are shared out to.
 const MOST_HEADS: usize = 1 << 24;

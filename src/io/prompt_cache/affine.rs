@@ -3,7 +3,7 @@
 //! Per group of `group_size` elements of a row: `x ~ scale * code + bias`, codes of `bits` bits, packed as one
 //! LSB-first bit stream per row of u32 words. All arithmetic is f32, scale and bias are rounded to the dtype of
 //! the input last, codes are computed from the unrounded ones. Equal bit for bit to the CPU `mx.quantize` of
-//! mlx 0.32.2 for every supported width, group and dtype (tests/prompt_cache.rs, tests/interop/check.py).
+//! mlx 0.32.2 for every supported width, group and dtype (tests/suite/prompt_cache.rs, tests/interop/check.py).
 
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;

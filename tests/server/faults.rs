@@ -7,9 +7,7 @@
     allow(dead_code, unused_imports, reason = "the disk that fails is made for Linux")
 )]
 
-mod common;
-
-use common::server::{PROGRAM, Running};
+use crate::common::server::{PROGRAM, Running};
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -19,10 +17,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
 use std::time::{Duration, Instant};
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
+use turbomoq::archive::Archive;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::{Client, Reply, Request, socket_path};
-use turbomoq::{Compressor, Dtype, Error, Tensor, math::rng::Rng};
+use turbomoq::{Compressor, Dtype, Error, Tensor};
 
 const RECIPE: &str = "turboquant-mse@4,sinks=2,window=0";
 /// Room for two caches and a bit.
@@ -190,7 +189,7 @@ impl Oracle {
 }
 
 #[cfg(target_os = "linux")]
-mod faults {
+mod injected {
     //! Faults that a library loaded into the server makes, see tests/faults/shim.c.
 
     use super::*;

@@ -5,8 +5,8 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use turbomoq::compressor::{CompressedCache, Compressor};
 use turbomoq::pool::{Label, MemoryPool, Pooled, Spill};
+use turbomoq::{CompressedCache, Compressor};
 use turbomoq::{Error, Result, Tensor};
 
 type Cache = CompressedCache<Tensor>;
@@ -369,7 +369,7 @@ proptest! {
 fn bytes_are_those_of_the_buffers() {
     let big = Compressor::new("best@2.5/2".parse().unwrap());
     let rows = |stream| {
-        let mut rng = turbomoq::math::rng::Rng::new(3, stream);
+        let mut rng = turbomoq::internals::math::rng::Rng::new(3, stream);
         let n = 8 * 1024 * 128;
         Tensor::new(&[1, 8, 1024, 128], (0..n).map(|_| rng.normal() as f32).collect()).unwrap()
     };
@@ -538,7 +538,7 @@ fn threads_under_contention() {
         for thread in 0..4u64 {
             let (pool, caches, refused, owners) = (&pool, &caches, &refused, &owners);
             scope.spawn(move || {
-                let mut rng = turbomoq::math::rng::Rng::new(5, thread);
+                let mut rng = turbomoq::internals::math::rng::Rng::new(5, thread);
                 let mut below = |n: u64| (rng.uniform() * n as f64) as u64;
                 for _ in 0..400 {
                     let i = below(12) as usize;

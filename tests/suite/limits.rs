@@ -1,12 +1,10 @@
 //! Caches with a size limit, and batches whose rows go different ways (../shared/field-cases.md).
 
-mod common;
-
-use common::attention::{cache, exact};
-use common::*;
+use crate::common::attention::{cache, exact};
+use crate::common::*;
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 

@@ -1,13 +1,11 @@
 //! What mlx-lm's cache contract asks beyond append and attend: state and from_state, masks, and field cases of streaming.
 
-mod common;
-
-use common::attention::{cache, exact};
-use common::*;
+use crate::common::attention::{cache, exact};
+use crate::common::*;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
 use turbomoq::cache::{KvCache, KvLayer, LayerCache, LayerShape, Mask, State};
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Tensor};
 
@@ -177,7 +175,7 @@ fn false_tables_are_refused<E: Engine + Clone>(engine: &E) {
 fn tables_of_a_state_that_would_read_outside_of_a_row_are_refused() {
     false_tables_are_refused(&Cpu);
     #[cfg(feature = "mlx")]
-    false_tables_are_refused(&turbomoq::engine::mlx::Mlx::new());
+    false_tables_are_refused(&turbomoq::Mlx::new());
 }
 
 #[test]
@@ -453,7 +451,7 @@ fn t30_rows_of_a_batch_do_not_depend_on_one_another() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
 
     #[test]
     fn a_cache_on_mlx_goes_on_from_its_state() {

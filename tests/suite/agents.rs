@@ -1,8 +1,8 @@
 //! The run of examples/agents.rs at a small size: agents that park, leave for the disk and resume at once, bit for bit.
 #![allow(dead_code, unused_imports)] // the example's own main
 
-#[path = "../examples/agents.rs"]
-mod agents;
+#[path = "../../examples/agents.rs"]
+mod example;
 
 use clap::Parser;
 
@@ -17,7 +17,7 @@ fn run(memory: &str) -> Result<(), String> {
         "--head-dim=64",
     ];
     let rest = ["--threads=3", "--turns=16", memory];
-    agents::run(&agents::Arguments::parse_from(size.into_iter().chain(rest))).map_err(|e| e.to_string())
+    example::run(&example::Arguments::parse_from(size.into_iter().chain(rest))).map_err(|e| e.to_string())
 }
 
 #[test]

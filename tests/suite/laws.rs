@@ -3,16 +3,14 @@
 //! With c the grid's unit-variance form of u, E[cu] = E[c^2] = 1 - D (levels are the means of their cells). So a relative
 //! squared error of D for the plain and the least-squares scale, 2(1 - sqrt(1 - D)) for matched, D / (1 - D) for unbiased.
 
-mod common;
-
-use common::*;
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::codebook::{Law, distortion, lloyd_max};
-use turbomoq::math::rng::Rng;
-use turbomoq::recipe::PRESETS;
-use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
+use crate::common::*;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::PRESETS;
+use turbomoq::internals::math::codebook::{Law, distortion, lloyd_max};
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
 use turbomoq::{Dtype, Recipe, Tensor};
 
 /// D(b) of Lloyd-Max for a normal coordinate, b = 1..8.

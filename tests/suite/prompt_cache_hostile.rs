@@ -3,7 +3,7 @@
 use proptest::prelude::*;
 use std::path::{Path, PathBuf};
 use turbomoq::Error;
-use turbomoq::io::prompt_cache::{Layout, PromptCache};
+use turbomoq::prompt_cache::{Layout, PromptCache};
 
 /// One plain, one 4-bit and one rotating layer in the layout of 0.32; two tokens, 2 and 32 wide.
 const HEADER: &str = r#"{"__metadata__":{"0.model":"m","1.0":"KVCache","1.1":"QuantizedKVCache","1.2":"RotatingKVCache",

@@ -1,21 +1,19 @@
 //! The compressed file: what goes in comes out, the bytes are those reported, and nothing but a good file is read.
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use proptest::prelude::*;
 use serde_json::{Value, json};
 use std::alloc::{GlobalAlloc, Layout as Memory, System};
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use turbomoq::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
 use turbomoq::cache::{KvCache, KvLayer, LayerShape};
-use turbomoq::io::archive::{Archive, Entry, SpillFolder, VERSION, read_tensors};
-use turbomoq::io::files;
-use turbomoq::io::files::Outlives;
-use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
+use turbomoq::internals::io::files;
+use turbomoq::internals::io::files::Outlives;
 use turbomoq::pool::{Label, Spill};
-use turbomoq::spec::{CodecSpec, Side};
+use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache, Ring};
+use turbomoq::{CodecSpec, Side};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Result, Tensor};
 use xxhash_rust::xxh3::xxh3_64;
 
@@ -157,7 +155,7 @@ fn layers_without_anything_to_pack_stay_what_they_are() {
     // T40: no tokens; values of width zero beside a wrapped ring; a quantized cache that was trimmed to nothing.
     let ring = Ring { keep: 2, max_size: 8, offset: 20, idx: 5 };
     let none = |d: usize| half(&[1, 2, 0, d], 1);
-    let packed = |x: &Tensor| turbomoq::io::prompt_cache::Packed::quantize(x, 32, 4).unwrap();
+    let packed = |x: &Tensor| turbomoq::prompt_cache::Packed::quantize(x, 32, 4).unwrap();
     let layers = vec![
         Layer::Kv { class: KvClass::Kv, kv: Some(Pair { keys: none(64), values: none(64) }) },
         Layer::Rotating {
@@ -864,7 +862,7 @@ fn rounds(cache: &PromptCache, recipe: &str, count: usize) -> (Vec<f64>, usize) 
 fn a_cache_that_is_packed_and_restored_again_and_again_does_not_drift() {
     let all = sample();
     let cache = PromptCache { layers: all.layers[..2].to_vec(), ..all };
-    for (name, _) in turbomoq::recipe::PRESETS {
+    for (name, _) in turbomoq::PRESETS {
         for (options, count) in [("@4,sinks=0,window=0", 10), ("@3,sinks=4,window=16", 4)] {
             let recipe = format!("{name}{options}");
             let (errors, same) = rounds(&cache, &recipe, count);
@@ -886,7 +884,7 @@ fn a_cache_that_is_packed_and_restored_again_and_again_does_not_drift() {
 fn codes_stay_the_same_after_the_file_that_a_cache_was_restored_from() {
     let all = sample();
     let cache = PromptCache { layers: all.layers[..2].to_vec(), ..all };
-    for (name, _) in turbomoq::recipe::PRESETS {
+    for (name, _) in turbomoq::PRESETS {
         let recipe = format!("{name}@4,sinks=2,window=0");
         let first = pack(&cache, &recipe);
         let mut archive = first.clone();
@@ -1089,7 +1087,7 @@ fn layers_without_keys_do_not_count_in_recipes_plans_and_files() {
     // A live cache of the same model packs with the same codecs.
     let shape = Some(LayerShape { key_dim: 64, value_dim: 64 });
     let shapes = [None, None, None, shape, None, None, None, shape];
-    let live = KvCache::new(turbomoq::engine::cpu::Cpu, &planned, &shapes, &[]).unwrap();
+    let live = KvCache::new(turbomoq::Cpu, &planned, &shapes, &[]).unwrap();
     assert_eq!(live.ordinal(7), Some(KvLayer(1)));
     assert_eq!(live.layers().len(), archive.packed().len());
 }

@@ -2,8 +2,8 @@
 
 use half::f16;
 use std::path::PathBuf;
-use turbomoq::io::prompt_cache::affine::{BITS, GROUP_SIZES};
-use turbomoq::io::prompt_cache::{KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring};
+use turbomoq::prompt_cache::affine::{BITS, GROUP_SIZES};
+use turbomoq::prompt_cache::{KvClass, KvKind, Layer, Layout, Packed, Pair, PromptCache, Ring};
 use turbomoq::{Error, Tensor};
 
 fn fixture(name: &str) -> PathBuf {

@@ -3,16 +3,14 @@
 //! Needs the virtual environments that mlx/setup.sh makes. Without them the test fails under CI and says
 //! elsewhere that it did not run.
 
-mod common;
-
-use common::python::pythons;
+use crate::common::python::pythons;
 use std::path::Path;
 use turbomoq::Compressor;
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::{Layer, Layout, Packed, Pair, PromptCache};
+use turbomoq::archive::Archive;
+use turbomoq::prompt_cache::{Layer, Layout, Packed, Pair, PromptCache};
 
 fn check(python: &Path, args: &[&dyn AsRef<std::ffi::OsStr>]) {
-    common::python::check(python, "check.py", args);
+    crate::common::python::check(python, "check.py", args);
 }
 
 #[test]

@@ -1,19 +1,18 @@
 //! The server as a process: what goes in comes out, bad clients harm nobody, and kill -9 of either side loses and leaks nothing.
 #![cfg(unix)]
 
-mod common;
-
-use common::server::{PROGRAM, Running};
+use crate::common::server::{PROGRAM, Running};
 use std::collections::BTreeMap;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
+use turbomoq::archive::Archive;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::{Client, Reply, Request, socket_path};
-use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, math::rng::Rng};
+use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 
 const RECIPE: &str = "turboquant-mse@4,sinks=2,window=16";
 
@@ -265,7 +264,7 @@ fn a_hundred_kills_lose_and_leak_nothing() {
             assert_eq!(client.resume(&seed.to_string()).unwrap(), packed_once(&cache(seed, 200)), "{seed}");
         }
         let mut process = Command::new(std::env::current_exe().unwrap())
-            .args(["client_process", "--exact", "--nocapture"])
+            .args(["clients::client_process", "--exact", "--nocapture"])
             .env("TURBOMOQ_TEST_CLIENT", folder.path())
             .env("TURBOMOQ_TEST_ROUND", round.to_string())
             .stdout(Stdio::piped())

@@ -1,15 +1,13 @@
 //! mlx/python/turbomoq_mlx with the real mlx-lm 0.31.3 and 0.32.2 against `turbomoq serve` (tests/interop/pool.py).
 //!
-//! Needs the virtual environments that mlx/setup.sh makes, as tests/prompt_cache_interop.rs does.
+//! Needs the virtual environments that mlx/setup.sh makes, as tests/python/prompt_caches.rs does.
 #![cfg(unix)]
 
-mod common;
-
-use common::python::{check, pythons};
-use common::server::{PROGRAM, Running};
+use crate::common::python::{check, pythons};
+use crate::common::server::{PROGRAM, Running};
 use turbomoq::Compressor;
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::PromptCache;
+use turbomoq::archive::Archive;
+use turbomoq::prompt_cache::PromptCache;
 
 const RECIPE: &str = "turboquant-mse@4,sinks=4,window=64";
 

@@ -1,18 +1,16 @@
 //! `TurboMoqCache` of mlx/python/turbomoq_mlx with the real mlx-lm 0.31.3 and 0.32.2 (tests/interop/cache_contract.py).
 //!
-//! Needs the virtual environments that mlx/setup.sh makes, as tests/python_pool.rs does; the model's part needs
+//! Needs the virtual environments that mlx/setup.sh makes, as tests/python/pool.rs does; the model's part needs
 //! examples/smollm2/setup.sh too.
 #![cfg(unix)]
 
-mod common;
-
-use common::capi::{SHARED, build};
-use common::python::{check_with, pythons};
+use crate::common::capi::{SHARED, build};
+use crate::common::python::{check_with, pythons};
 use std::collections::BTreeMap;
 use std::path::Path;
-use turbomoq::compressor::Compressor;
-use turbomoq::io::archive::Archive;
-use turbomoq::io::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
+use turbomoq::Compressor;
+use turbomoq::archive::Archive;
+use turbomoq::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
 
 const BOTH: &[Layout] = &[Layout::V031, Layout::V032];
 

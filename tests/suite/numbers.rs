@@ -1,16 +1,14 @@
 //! Numbers that are not ordinary: rows that are not finite, tiny and huge norms in one head, values beyond a dtype, odd head dims.
 
-mod common;
-
-use common::*;
+use crate::common::*;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::PRESETS;
+use turbomoq::Rules;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 use turbomoq::policy::TierPolicy;
-use turbomoq::recipe::PRESETS;
-use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, Side};
+use turbomoq::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, Side};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor, quality};
 
 /// Channels of the heads here.
@@ -317,10 +315,10 @@ fn attention_reads_the_scales_that_decoding_reads() {
         // So small that rows of every size have weight.
         let rules = Rules::causal(1e-6);
         let got = cache.attend(&q, &rules).unwrap().to_f32().unwrap();
-        let exact = turbomoq::engine::attention::Stored::Exact { rows: keys, len: 256 };
-        let values = turbomoq::engine::attention::Stored::Exact { rows: values, len: 256 };
+        let exact = turbomoq::Stored::Exact { rows: keys, len: 256 };
+        let values = turbomoq::Stored::Exact { rows: values, len: 256 };
         let want = Cpu
-            .attend(&[turbomoq::engine::attention::Segment { start: 0, keys: exact, values }], &q, &rules)
+            .attend(&[turbomoq::Segment { start: 0, keys: exact, values }], &q, &rules)
             .unwrap()
             .to_f32()
             .unwrap();
@@ -525,7 +523,7 @@ fn every_head_dim_keeps_the_distortion_law() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
 
     /// The trellis search of a graph is slow; one recipe has one.
     const FEW: [&str; 6] = [

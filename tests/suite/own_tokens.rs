@@ -1,14 +1,12 @@
 //! A cache is made of its own tokens only: padding, rejected drafts and what a call evicts leave no trace in what stays.
 
-mod common;
-
-use common::attention::{cache, exact};
-use common::*;
+use crate::common::attention::{cache, exact};
+use crate::common::*;
+use turbomoq::Buffer;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
 use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, Mask};
-use turbomoq::codec::codes::Buffer;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 use turbomoq::{Error, Recipe, Tensor};
 
 const D: usize = 64;
@@ -264,7 +262,7 @@ fn rejected_drafts_leave_no_trace<E: Engine + Clone>(
     let (h, rep) = (2, 2);
     let (k, v, q) = (keys(&[1, h, t, D], 1), gauss(&[1, h, t, D], 2), gauss(&[1, h * rep, t, D], 3));
     let wrong = keys(&[1, h, draft, D], 4);
-    let mut rng = turbomoq::math::rng::Rng::new(7, 7);
+    let mut rng = turbomoq::internals::math::rng::Rng::new(7, 7);
     let mut random = |n: usize| (rng.bits() % n as u64) as usize;
     let rules = Rules::causal(0.125);
     let [mut spoken, mut clean] = [0, 1].map(|_| tiered(engine, recipe, policy, 16));
@@ -466,7 +464,7 @@ mod mlx {
     use super::*;
     use mlx_rs::Array;
     use mlx_rs::fast::scaled_dot_product_attention;
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
 
     #[test]
     fn a_left_padded_sequence_is_packed_as_it_would_be_alone_on_the_graph() {

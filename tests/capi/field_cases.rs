@@ -2,27 +2,22 @@
 //! (../shared/field-cases.md).
 #![cfg(unix)]
 
-#[path = "../mlx/capi/src/lib.rs"]
-#[allow(unused_imports, dead_code, reason = "the tests do not make every call")]
-mod capi;
-mod common;
-
-use capi::*;
-use common::attention::{cache, exact};
-use common::server::{PROGRAM, Running};
-use common::*;
+use crate::capi::*;
+use crate::common::attention::{cache, exact};
+use crate::common::server::{PROGRAM, Running};
+use crate::common::*;
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::process::Command;
+use turbomoq::Codes;
+use turbomoq::Cpu;
+use turbomoq::archive::{Archive, SpillFolder};
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codec::codes::Codes;
-use turbomoq::engine::attention::{Rules, Stored};
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::io::archive::{Archive, SpillFolder};
-use turbomoq::io::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::pool::MemoryPool;
+use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::serve::Request;
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
+use turbomoq::{Rules, Stored};
 
 /// A prompt cache of these layers.
 fn prompt(layers: &[(Tensor, Tensor)]) -> PromptCache {
@@ -86,7 +81,7 @@ fn t54_what_a_dead_server_left_half_written_is_no_cache() {
     assert!(changed.contains("9,") && changed.contains('z') && changed.len() == text.len(), "{text}");
     let newer = [&bytes[..8], changed.as_bytes(), &bytes[header..]].concat();
     let version = file.to_string_lossy().rsplit_once('-').unwrap().1.to_string();
-    let name = format!("{:016x}-{version}", turbomoq::io::files::stable_hash(b"z"));
+    let name = format!("{:016x}-{version}", turbomoq::internals::io::files::stable_hash(b"z"));
     std::fs::write(spill.join(name), newer).unwrap();
 
     let server = Running::start(folder.path(), "8MiB", RECIPE, true);
@@ -155,7 +150,7 @@ fn t54_no_room_for_a_segment_is_an_error_and_no_fault() {
 
 /// All packed tokens of one side of a cache.
 fn packed(cache: &LayerCache<Cpu>, keys: bool) -> Codes<Tensor> {
-    let side = |s: turbomoq::engine::attention::Segment<Tensor>| match if keys { s.keys } else { s.values } {
+    let side = |s: turbomoq::Segment<Tensor>| match if keys { s.keys } else { s.values } {
         Stored::Packed(codes) => Some(codes),
         Stored::Exact { .. } => None,
     };

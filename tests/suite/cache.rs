@@ -1,16 +1,14 @@
 //! The streaming cache on both engines: the same bytes however tokens arrive, attention equal to attention on what it fetches,
 //! trim across every border, masks, padding, sinks and windows.
 
-mod common;
-
-use common::attention::{cache, exact};
-use common::*;
+use crate::common::attention::{cache, exact};
+use crate::common::*;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::{Rules, Stored};
-use turbomoq::engine::cpu::Cpu;
 use turbomoq::{Dtype, Error, Tensor};
+use turbomoq::{Rules, Stored};
 
 const RECIPES: [&str; 9] = [
     "best@4/4",
@@ -260,7 +258,7 @@ fn trim_and_append_again_is_as_if_never_appended() {
     for recipe in RECIPES {
         let d = 64;
         let s = sequence(1, 2, 1, 700, d);
-        let mut rng = turbomoq::math::rng::Rng::new(5, 5);
+        let mut rng = turbomoq::internals::math::rng::Rng::new(5, 5);
         let mut cache = cache(&Cpu, recipe, d);
         let cut = |x: &Tensor, a: usize, b: usize| x.slice(2, a, b).unwrap();
         cache.update_and_fetch(&cut(&s.k, 0, 290), &cut(&s.v, 0, 290)).unwrap();
@@ -388,7 +386,7 @@ fn bytes_are_those_of_the_buffers() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
 
     #[test]
     fn mlx_chunking_and_attention() {

@@ -1,19 +1,17 @@
 //! Behaviour learned from defects of other KV-cache compressors, at the level of codec and compressor (../shared/field-cases.md).
 
-mod common;
-
-use common::*;
+use crate::common::*;
 use proptest::prelude::*;
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codec::codes::{Codes, Frame};
-use turbomoq::codec::frame::RowFrame;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
-use turbomoq::math::rotation::Rotation;
-use turbomoq::recipe::PRESETS;
-use turbomoq::spec::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule, Side};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::PRESETS;
+use turbomoq::internals::codec::frame::RowFrame;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::internals::math::rotation::Rotation;
+use turbomoq::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule, Side};
+use turbomoq::{Codes, Frame};
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 
 const DTYPES: [Dtype; 3] = [Dtype::F32, Dtype::F16, Dtype::BF16];
@@ -381,7 +379,7 @@ fn t12_rotations_are_the_same_on_every_thread_and_machine() {
         assert_eq!(pool.install(|| codes(())), codes(()), "{threads} threads");
     }
     let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "t12_rotations_are_the_same_on_every_thread_and_machine", "--nocapture"])
+        .args(["--exact", "field_cases::t12_rotations_are_the_same_on_every_thread_and_machine", "--nocapture"])
         .env("TURBOMOQ_T12_CHILD", "1")
         .output()
         .unwrap();

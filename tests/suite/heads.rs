@@ -1,12 +1,12 @@
 //! Heads of different widths in one layer: each head answers as it would alone, and a plan is held by files and refused by others.
 
 use proptest::prelude::*;
+use turbomoq::Cpu;
+use turbomoq::Rules;
+use turbomoq::Side;
 use turbomoq::allocation::{HeadSide, allocate, loss};
 use turbomoq::cache::{GroupsState, HeadGroups, KvCache, LayerCache, LayerShape};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
-use turbomoq::spec::Side;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::{Compressor, Dtype, Error, Recipe, Tensor};
 
 const SHAPE: LayerShape = LayerShape { key_dim: 64, value_dim: 64 };

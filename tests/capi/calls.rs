@@ -1,21 +1,15 @@
 //! The C API: the header is what the code says, the sample in C gives what the Rust engine gives, and bad calls end in a status.
 
-/// The C API itself, compiled into this program: the calls below are those that C makes.
-#[path = "../mlx/capi/src/lib.rs"]
-#[allow(unused_imports, dead_code, reason = "the tests do not make every call")]
-mod capi;
-mod common;
-
-use capi::*;
-use common::capi::{SHARED, build, run};
+use crate::capi::*;
+use crate::common::capi::{SHARED, build, run};
 use std::ffi::CStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::ptr::{null, null_mut};
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::Tensor;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
 
 fn root() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -135,7 +129,8 @@ fn a_second_executor_finds_its_tables() {
             // What the tables say is what decoding gives.
             for (row, dense) in dense.chunks(96).enumerate() {
                 let stream = &words[9 * row..][..9];
-                let c = |i: usize| levels[usize::from(turbomoq::math::bits::code_at(stream, 3, i))];
+                let c =
+                    |i: usize| levels[usize::from(turbomoq::internals::math::bits::code_at(stream, 3, i))];
                 for (j, x) in dense.iter().enumerate() {
                     let sum: f32 = (0..96).map(|i| rotation[96 * i + j] * c(i)).sum();
                     assert!((factors[row] * sum - x).abs() < 1e-5, "row {row}, channel {j}");

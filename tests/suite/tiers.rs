@@ -1,12 +1,11 @@
 //! Tiers on a real cache: blocks really lose bytes as they age, nothing moves, pins hold, what is evicted stays away.
 
-mod common;
-
-use common::*;
+use crate::common::*;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
 use turbomoq::cache::{CapacityPlan, KvCache, KvLayer, LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::{Cpu, dense_scores, dense_sum};
+use turbomoq::internals::engine::cpu::{dense_scores, dense_sum};
 use turbomoq::policy::{ModelShape, TierPolicy};
 use turbomoq::{Dtype, Error, Recipe, Tensor};
 
@@ -140,7 +139,7 @@ fn used_bytes_are_those_of_the_tokens_that_a_trim_has_left() {
     let mut two = one.clone();
     one.append(&cut(&x, 0, 120), &cut(&x, 0, 120)).unwrap();
     one.trim(20).unwrap();
-    let rules = turbomoq::engine::attention::Rules::causal(0.1);
+    let rules = turbomoq::Rules::causal(0.1);
     two.update_and_attend(&cut(&x, 0, 100), &cut(&x, 0, 100), &cut(&x, 0, 100), &rules).unwrap();
     assert_eq!(one.used_bytes(), two.used_bytes());
     assert!(two.nbytes() > one.nbytes(), "queries are held too");
@@ -415,7 +414,7 @@ fn what_has_no_form_is_refused_at_construction() {
 #[cfg(feature = "mlx")]
 #[test]
 fn the_graph_has_the_same_tiers_and_masses() {
-    use turbomoq::engine::mlx::Mlx;
+    use turbomoq::Mlx;
     let mlx = Mlx::new();
     let (h, rep, t) = (2, 2, 1400);
     let (k, v) = (half(&keys(&[1, h, t, D], 1)), half(&gauss(&[1, h, t, D], 2)));

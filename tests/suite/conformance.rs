@@ -1,12 +1,10 @@
 //! Both engines against the row form: codecs x head dims x lengths, for every stage.
 
-mod common;
-
-use common::*;
-use turbomoq::codec::Codec;
-use turbomoq::engine::Engine;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::spec::{CodecSpec, Grid};
+use crate::common::*;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
 
 const DIMS: [usize; 9] = [32, 64, 80, 96, 112, 128, 192, 256, 576];
@@ -108,8 +106,8 @@ fn cpu_products_follow_the_decoded_vectors() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::engine::mlx::Mlx;
-    use turbomoq::math::rotation::dot as dot32;
+    use turbomoq::Mlx;
+    use turbomoq::internals::math::rotation::dot as dot32;
 
     /// Codes of the two engines differ only where a coordinate lies on a border within rounding, and scales by one step of
     /// their format.
@@ -126,7 +124,7 @@ mod mlx {
                     let x = keys(&[2, 2, t, dim], turn as u64);
                     let frame = Cpu.frame(&codec, turn % 2 == 0, &x, None).unwrap();
                     let put = |t: &Option<Tensor>| t.as_ref().map(|t| mlx.put(t).unwrap());
-                    let device = turbomoq::codec::codes::Frame {
+                    let device = turbomoq::Frame {
                         centre: put(&frame.centre),
                         gain: put(&frame.gain),
                         order: put(&frame.order),
@@ -165,14 +163,13 @@ mod mlx {
                 let frame = Cpu.frame(&codec, true, &x, None).unwrap();
                 let host = Cpu.encode(&codec, frame.clone(), &x).unwrap();
                 let put = |t: &Tensor| mlx.put(t).unwrap();
-                let device = turbomoq::codec::codes::Frame {
+                let device = turbomoq::Frame {
                     centre: frame.centre.as_ref().map(put),
                     gain: frame.gain.as_ref().map(put),
                     order: frame.order.as_ref().map(put),
                 };
                 let codes =
-                    turbomoq::codec::codes::Codes::new(codec, device, put(host.words()), put(host.scales()))
-                        .unwrap();
+                    turbomoq::Codes::new(codec, device, put(host.words()), put(host.scales())).unwrap();
                 let got = mlx.get(&mlx.decode(&codes, Dtype::F32).unwrap()).unwrap().to_f32().unwrap();
                 let want = Cpu.decode(&host, Dtype::F32).unwrap().to_f32().unwrap();
                 for (a, b) in got.chunks_exact(dim).zip(want.chunks_exact(dim)) {
@@ -236,7 +233,7 @@ mod mlx {
 
 #[test]
 fn prepared_scores_agree_with_the_row_form_for_a_residual() {
-    for spec in specs(64).into_iter().filter(|s| s.residual != turbomoq::spec::Residual::None) {
+    for spec in specs(64).into_iter().filter(|s| s.residual != turbomoq::Residual::None) {
         let codec = codec(spec).unwrap();
         let (x, q) = (keys(&[1, 1, 33, 64], 3), gauss(&[1, 1, 1, 64], 4));
         let frame = Cpu.frame(&codec, true, &x, None).unwrap();
@@ -278,8 +275,7 @@ fn channel_affine_rows_are_channels() {
     }
     assert!(matches!(codes.slice(0, 33), Err(turbomoq::Error::Range { .. })));
     let joined =
-        turbomoq::codec::codes::Codes::concat(&[codes.slice(0, 32).unwrap(), codes.slice(32, 64).unwrap()])
-            .unwrap();
+        turbomoq::Codes::concat(&[codes.slice(0, 32).unwrap(), codes.slice(32, 64).unwrap()]).unwrap();
     assert_eq!(joined.words(), codes.words());
 }
 
@@ -296,7 +292,7 @@ fn one_token_at_a_time_gives_the_same_bytes() {
             let bulk = Cpu.encode(&codec, Default::default(), &x).unwrap();
             let one = |t| Cpu.encode(&codec, Default::default(), &x.slice(2, t, t + 1).unwrap()).unwrap();
             let parts: Vec<_> = (0..33).map(one).collect();
-            let single = turbomoq::codec::codes::Codes::concat(&parts).unwrap();
+            let single = turbomoq::Codes::concat(&parts).unwrap();
             assert_eq!(single.words(), bulk.words());
             assert_eq!(single.scales(), bulk.scales());
             let back = Cpu.decode(&single, Dtype::F32).unwrap().to_f32().unwrap();

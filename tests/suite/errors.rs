@@ -1,15 +1,13 @@
 //! An error leaves a cache as it was: every call that changes one is made to fail at each engine call inside it, and then goes on to give
 //! what a cache without errors gives.
 
-mod common;
-
-use common::failing::{Failing, When, is_injected};
-use common::*;
+use crate::common::failing::{Failing, When, is_injected};
+use crate::common::*;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
 use turbomoq::cache::{HeadGroups, KvCache, LayerCache, LayerShape, State};
-use turbomoq::engine::Engine;
-use turbomoq::engine::attention::Rules;
-use turbomoq::engine::cpu::Cpu;
-use turbomoq::math::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Error, Recipe, Result, Tensor};
 
@@ -253,5 +251,5 @@ fn queries_that_do_not_fit_append_nothing() {
 #[cfg(feature = "mlx")]
 #[test]
 fn a_failing_engine_call_leaves_a_layer_of_the_mlx_engine_as_it_was() {
-    layers_survive_errors(turbomoq::engine::mlx::Mlx::new(), 6, &LAYERS[1..3]);
+    layers_survive_errors(turbomoq::Mlx::new(), 6, &LAYERS[1..3]);
 }
