@@ -197,7 +197,11 @@ pub struct Source {
     pub outputs: &'static [&'static str],
 }
 
-const COMMON: &str = include_str!("../mlx/kernels/common.h");
+const COMMON: [&str; 3] = [
+    include_str!("../mlx/kernels/common.h"),
+    include_str!("../mlx/kernels/rows.h"),
+    include_str!("../mlx/kernels/attend.h"),
+];
 
 /// What stands before every body on a device.
 pub fn header(device: Device) -> String {
@@ -206,7 +210,7 @@ pub fn header(device: Device) -> String {
         Device::Cuda => include_str!("../mlx/kernels/prelude_cuda.h"),
         Device::Cpu => include_str!("../mlx/kernels/prelude_host.h"),
     };
-    format!("{prelude}\n{COMMON}")
+    format!("{prelude}\n{}", COMMON.join("\n"))
 }
 
 impl Source {

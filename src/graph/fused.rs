@@ -166,7 +166,7 @@ pub(super) fn attend(
         let tokens = Array::from_int(s.keys.len() as i32);
         // Rows of weight zero are not read; skipping light ones is for callers that ask for it, and none does yet.
         let limits = line(&[rules.soft_cap.unwrap_or(0.0), 0.0]);
-        let place = Array::from_slice(place, &[8]);
+        let place = Array::from_slice(place, &[place.len() as i32]);
         let inputs = [
             &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first,
             &tokens, &limits, &place,

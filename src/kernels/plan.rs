@@ -46,12 +46,15 @@ pub struct Launch {
 
 /// Threads of a simdgroup.
 const WIDTH: usize = 32;
-/// Simdgroups of a threadgroup: 512 threads, which every Apple GPU since the first M takes for kernels of this size.
-const SIMDGROUPS: usize = 16;
-/// Simdgroups that a threadgroup is filled up to by stripes.
-const FILLED: usize = 8;
-/// Channels of all query heads that a simdgroup keeps in registers, twice: queries and sums.
-const CHANNELS: usize = 1024;
+/// Most simdgroups of a threadgroup of attention: 256 threads, which every GPU takes whatever registers a text needs (CUDA gives a
+/// thread at most 255 of the 65,536 of a block).
+const SIMDGROUPS: usize = 8;
+/// Registers of a lane for the queries and the sums of all query heads of a simdgroup.
+const REGISTERS: usize = 80;
+/// Query tokens of a first pass; with more, unpacked rows are better multiplied as matrices.
+const MOST_QUERIES: usize = 16;
+/// Threadgroups that fill a GPU a few times.
+const ENOUGH: usize = 1024;
 /// Parts that the second pass joins.
 const MOST_PARTS: usize = 1024;
 
@@ -79,21 +82,26 @@ pub struct Pass {
 }
 
 /// Query heads that share an unpacked row: as many as registers hold.
-fn heads_at_once(group: usize, dim: usize) -> usize {
-    (1..=group.min(8)).rev().find(|g| group % g == 0 && g * dim <= CHANNELS).unwrap_or(1)
+fn heads_at_once(group: usize, dims: [usize; 2]) -> usize {
+    let each: usize = dims.iter().map(|dim| dim.div_ceil(WIDTH)).sum();
+    (1..=group.min(8)).rev().find(|g| group.is_multiple_of(*g) && g * each <= REGISTERS).unwrap_or(1)
 }
 
-/// First pass, and the array `place` of the text; `None` if the queries do not fit a threadgroup.
-pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8])> {
-    let gqa = heads_at_once(pass.group, keys.dim.max(values.dim));
-    let units = pass.group / gqa * pass.queries;
-    if units == 0 || units > SIMDGROUPS {
+/// First pass, and the array `place` of the text; `None` for too many query tokens.
+pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10])> {
+    let gqa = heads_at_once(pass.group, [keys.dim, values.dim]);
+    let all = pass.group / gqa * pass.queries;
+    if all == 0 || pass.queries > MOST_QUERIES {
         return None;
     }
-    let stripes = (FILLED / units).max(1);
-    // A share has work for some rounds of its stripes, and all shares together fill a GPU a few times.
-    let fill = (2048 / (pass.batch * pass.heads).max(1)).max(1);
-    let shares = pass.tokens.div_ceil(16 * stripes).clamp(1, fill.min(MOST_PARTS));
+    // Threadgroups that the units of a KV head are dealt to, and units of each.
+    let groups = all.div_ceil(SIMDGROUPS);
+    let units = all.div_ceil(groups);
+    let stripes = SIMDGROUPS / units;
+    let tile = WIDTH / gqa.next_power_of_two();
+    // A stripe has work for two tiles, and all threadgroups together fill a GPU a few times.
+    let fill = (ENOUGH / (pass.batch * pass.heads * groups).max(1)).max(1);
+    let shares = pass.tokens.div_ceil(2 * tile * stripes).clamp(1, fill.min(MOST_PARTS));
     let narrow = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
     // A place far outside the segment behaves as one just outside, and sums with it must not overflow.
     let edge = 1i64 << 30;
@@ -106,6 +114,8 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
         narrow((pass.window as i64).min(edge)),
         i32::from(pass.causal),
         i32::from(pass.masked),
+        units as i32,
+        groups as i32,
     ];
     let int = |n: usize| Value::Int(n as i32);
     let template = vec![
@@ -122,7 +132,7 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
     let launch = Launch {
         source: &ATTEND,
         template,
-        grid: [WIDTH * shares, group[1] * pass.heads, pass.batch],
+        grid: [WIDTH * shares, group[1] * pass.heads * groups, pass.batch],
         group,
         outputs: vec![
             (Element::F32, [&rows[..], &[values.dim]].concat()),
@@ -167,8 +177,8 @@ pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: Element) 
             ("DIM", Value::Int(form.dim as i32)),
             ("OUT", Value::Type(out)),
         ],
-        grid: [WIDTH * tokens.div_ceil(FILLED), FILLED * heads, batch],
-        group: [WIDTH, FILLED, 1],
+        grid: [WIDTH * tokens.div_ceil(SIMDGROUPS), SIMDGROUPS * heads, batch],
+        group: [WIDTH, SIMDGROUPS, 1],
         outputs: vec![(out, vec![batch, heads, tokens, form.dim])],
     }
 }
