@@ -1,4 +1,4 @@
-//! Writes the kernel texts as MLX would compile them, for compilers that need no GPU (`.ci/kernels`): a folder of texts and a list
+//! Writes the kernel texts as MLX would compile them, for compilers that need no GPU (`.ci/kernels/run`): a folder of texts and a list
 //! of what each is and how it is launched. `cargo run --release --no-default-features --example kernel_texts -- FOLDER`
 
 #[path = "../tests/kernels/wrap.rs"]
@@ -139,11 +139,9 @@ fn kinds() -> Vec<(Kind, u8)> {
 fn ruled() -> Vec<Text> {
     let mut texts = vec![];
     let half = Element::F16;
-    for group in [1, 4, 8] {
+    for group in [4, 1, 8] {
         for (kind, bits) in [
             (Kind::Uniform, 4),
-            (Kind::Uniform, 2),
-            (Kind::Uniform, 8),
             (Kind::Mirrored, 4),
             (Kind::Trellis8, 3),
             (Kind::Trellis8, 4),
@@ -266,13 +264,14 @@ fn write(folder: &Path, device: Device, texts: &[Text]) -> Result<(), Box<dyn Er
 
 fn main() -> Result<(), Box<dyn Error>> {
     let folder = std::env::args().nth(1).ok_or("name the folder to write")?;
-    let make = |count| {
+    // NVIDIA's compiler takes seconds for a text, the stand-in for Apple's a fifth of one.
+    let make = |covering, step| {
         let mut texts = ruled();
         texts.extend(latent());
-        texts.extend(cover(count));
-        texts.extend(others());
+        texts.extend(cover(covering));
+        texts.extend(others().into_iter().step_by(step));
         texts
     };
-    write(Path::new(&folder), Device::Cuda, &make(54))?;
-    write(Path::new(&folder), Device::Metal, &make(160))
+    write(Path::new(&folder), Device::Cuda, &make(28, 3))?;
+    write(Path::new(&folder), Device::Metal, &make(160, 1))
 }

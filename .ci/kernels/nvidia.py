@@ -1,17 +1,19 @@
 """The CUDA texts under NVIDIA's own compiler, which needs no GPU: NVRTC, cuobjdump and nvdisasm from PyPI.
 
-Texts are compiled with the options of MLX's jit_module.cpp. Held to: an empty log, no stack and no local memory, at most 48 KB of
+Texts are compiled with the options of MLX's jit_module.cpp. Held to: an empty log, no stack and no local memory, at most 32 KB of
 shared memory, registers that the largest block of a launch finds in 65,536, and for the forms of `ceilings.json` how many
 instructions the loop over tokens has for each token of a KV head.
 """
 
 import ctypes
 import json
+import multiprocessing
 import pathlib
 import re
 import subprocess
 import sys
 import sysconfig
+import tempfile
 
 STUBS = {
     # What the texts use of MLX's own header.
@@ -131,43 +133,50 @@ def per_token(home, cubin, gqa):
     return min(counts) if counts else None
 
 
+def check(folder, text, architecture, ceiling):
+    """What is wrong with a text, and of a form with a ceiling its count, registers and shared bytes."""
+    nvrtc, where = Nvrtc(), f"{text['what']} on {architecture} ({text['file']})"
+    code, log = nvrtc.compile((folder / text["file"]).read_text(), architecture)
+    if code is None or log.strip():
+        return [f"{where}: {log.strip()[:2000]}"], None
+    wrong = []
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        used = usage(nvrtc.home, file.name)
+        count = per_token(nvrtc.home, file.name, text["gqa"]) if ceiling and architecture == "sm_90a" else None
+    if used["STACK"] or used["LOCAL"]:
+        wrong.append(f"{where}: stack {used['STACK']}, local memory {used['LOCAL']} bytes")
+    # CUDA has 48 KB without asking for more, Metal 32 KB.
+    if used["SHARED"] > 32 * 1024:
+        wrong.append(f"{where}: {used['SHARED']} bytes of shared memory")
+    # Registers are given to a warp in steps of 256.
+    if -(-used["REG"] * 32 // 256) * 256 * (text["threads"] // 32) > 65536:
+        wrong.append(f"{where}: {used['REG']} registers x {text['threads']} threads")
+    if not ceiling or architecture != "sm_90a":
+        return wrong, None
+    if count is None or count > ceiling:
+        wrong.append(f"{where}: {count} instructions a token, the ceiling is {ceiling}")
+    return wrong, (text["what"], count, used["REG"], used["SHARED"])
+
+
 def main(folder, architectures, ceilings):
-    nvrtc, wrong, report = Nvrtc(), [], {}
     texts = json.loads((folder / "list.json").read_text())
-    cubin = folder / "text.cubin"
-    compiled = 0
+    jobs = []
     for n, text in enumerate(texts):
-        source = (folder / text["file"]).read_text()
-        ruled = text["what"] in ceilings
+        ceiling = ceilings.get(text["what"])
         # Every text on one architecture by turns, those with a ceiling on all.
-        for architecture in architectures if ruled else [architectures[n % len(architectures)]]:
-            where = f"{text['what']} on {architecture} ({text['file']})"
-            code, log = nvrtc.compile(source, architecture)
-            compiled += 1
-            if code is None or log.strip():
-                wrong.append(f"{where}: {log.strip()[:2000]}")
-                continue
-            cubin.write_bytes(code)
-            used = usage(nvrtc.home, cubin)
-            if used["STACK"] or used["LOCAL"]:
-                wrong.append(f"{where}: stack {used['STACK']}, local memory {used['LOCAL']} bytes")
-            if used["SHARED"] > 48 * 1024:
-                wrong.append(f"{where}: {used['SHARED']} bytes of shared memory")
-            # Registers are given to a warp in steps of 256.
-            warps = text["threads"] // 32
-            if -(-used["REG"] * 32 // 256) * 256 * warps > 65536:
-                wrong.append(f"{where}: {used['REG']} registers x {text['threads']} threads")
-            if ruled and architecture == "sm_90a":
-                count = per_token(nvrtc.home, cubin, text["gqa"])
-                report[text["what"]] = (count, used["REG"], used["SHARED"])
-                if count is None or count > ceilings[text["what"]]:
-                    wrong.append(f"{where}: {count} instructions a token, the ceiling is {ceilings[text['what']]}")
-    print(f"{len(texts)} CUDA texts, {compiled} compilations for {', '.join(architectures)}, {len(wrong)} wrong")
-    print("| form, sm_90a | instructions a token and KV head | registers | shared bytes | warps of an SM |\n|---|---|---|---|---|")
-    for what, (count, registers, shared) in report.items():
-        print(f"| {what} | {count if count is None else round(count, 1)} | {registers} | {shared} | {warps_of(registers, shared)} |")
-    missing = ceilings.keys() - {t["what"] for t in texts}
-    wrong += [f"no text is called {what}" for what in missing]
+        for architecture in architectures if ceiling else [architectures[n % len(architectures)]]:
+            jobs.append((folder, text, architecture, ceiling))
+    with multiprocessing.get_context("spawn").Pool() as pool:
+        results = pool.starmap(check, jobs, chunksize=1)
+    wrong = [line for lines, _ in results for line in lines]
+    wrong += [f"no text is called {what}" for what in ceilings.keys() - {t["what"] for t in texts}]
+    print(f"{len(texts)} CUDA texts, {len(jobs)} compilations for {', '.join(architectures)}, {len(wrong)} wrong")
+    print("| form, sm_90a | instructions a token and KV head | ceiling | registers | shared bytes | warps on an SM |")
+    print("|---|---|---|---|---|---|")
+    for what, count, registers, shared in filter(None, (row for _, row in results)):
+        print(f"| {what} | {count} | {ceilings[what]} | {registers} | {shared} | {warps_of(registers, shared)} |")
     for line in wrong:
         print(line, file=sys.stderr)
     return not wrong
