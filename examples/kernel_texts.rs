@@ -23,22 +23,29 @@ struct Text {
 const MANY: usize = 1000;
 
 fn form(kind: Kind, bits: u8, dim: usize) -> Form {
-    Form { kind, bits: if kind == Kind::Exact { 16 } else { bits }, dim }
+    Form { kind, bits: if kind == Kind::Exact { 16 } else { bits }, dim, second: None }
+}
+
+/// The same with half of the channels in a second band of other bits.
+fn halves(kind: Kind, bits: u8, bits2: u8, dim: usize) -> Form {
+    Form { second: Some((bits2, dim / 2)), ..form(kind, bits, dim / 2) }
 }
 
 fn table_size(form: Form) -> usize {
-    match form.kind {
+    let of = |bits: u8| match form.kind {
         Kind::Exact | Kind::Uniform => 1,
-        Kind::Mirrored => 1 << (form.bits - 1),
-        Kind::Table => 1 << form.bits,
+        Kind::Mirrored => 1 << (bits - 1),
+        Kind::Table => 1 << bits,
         Kind::Trellis8 => 128,
         Kind::Trellis10 => 512,
-    }
+    };
+    of(form.bits) + form.second.map_or(0, |(bits, _)| of(bits))
 }
 
 fn name(form: Form) -> String {
     let kind = format!("{:?}", form.kind).to_lowercase();
-    format!("{kind} {} bits d {}", form.bits, form.dim)
+    let second = form.second.map_or(String::new(), |(bits, dim)| format!(" + {bits} bits d {dim}"));
+    format!("{kind} {} bits d {}{second}", form.bits, form.dim)
 }
 
 /// The types of words and scales of a side.
@@ -152,6 +159,10 @@ fn ruled() -> Vec<Text> {
             texts.extend(attend(f, f, &Pass { group, ..PASS }, [t, t], false));
         }
     }
+    // Keys of `best@3` and its values of 3 bits.
+    let (keys, values) = (halves(Kind::Trellis8, 4, 2, 128), form(Kind::Trellis8, 3, 128));
+    let t = types(values, half, half);
+    texts.extend(attend(keys, values, &PASS, [t, t], false));
     texts
 }
 
@@ -165,7 +176,10 @@ fn cover(texts: usize) -> Vec<Text> {
         let (kk, kb) = kinds[i % kinds.len()];
         let (vk, vb) = kinds[(i * 7 + i / kinds.len()) % kinds.len()];
         let dim = dims[(i + i / 8) % 8];
-        let (k, v) = (form(kk, kb, dim), form(vk, vb, if i % 9 == 8 { dims[(i + 3) % 8] } else { dim }));
+        let (mut k, v) = (form(kk, kb, dim), form(vk, vb, if i % 9 == 8 { dims[(i + 3) % 8] } else { dim }));
+        if i % 6 == 5 && kk != Kind::Exact {
+            k = halves(kk, kb, 1 + kb % 4, dim);
+        }
         let exact = [Element::F16, Element::BF16, Element::F32][i % 3];
         let scale = [Element::F16, Element::U8][i / 2 % 2];
         let pass =

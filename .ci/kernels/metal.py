@@ -80,9 +80,9 @@ def tree_wrong(unit, path):
 
 
 def wrong_with(text, tree=True):
-    path = "text.cl"
-    files = [(path, text), ("metal_stdlib.h", (HERE / "metal_stdlib.h").read_text())]
-    unit = cindex.Index.create().parse(path, args=ARGUMENTS, unsaved_files=files)
+    # It is not written anywhere; beside the header its include is found.
+    path = str(HERE / "text.cl")
+    unit = cindex.Index.create().parse(path, args=ARGUMENTS, unsaved_files=[(path, text)])
     wrong = [f"{d.location.line}: {d.spelling}" for d in unit.diagnostics]
     return wrong + words_wrong(text) + (tree_wrong(unit, path) if tree and not wrong else [])
 

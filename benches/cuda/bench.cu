@@ -25,7 +25,7 @@ struct Strides {
   __device__ long long operator[](int i) const { return at[i]; }
 };
 
-template <int KGRID, int KBITS, int VGRID, int VBITS, int DIM, int VDIM, int GQA>
+template <int KGRID, int KBITS, int VGRID, int VBITS, int DIM, int VDIM, int KBITS2, int DIM2, int VBITS2, int VDIM2, int GQA>
 __global__ void attend(
     const float* queries, Strides queries_strides, const uint32_t* k_words, Strides k_words_strides, const __half* k_scales,
     Strides k_scales_strides, const float* k_levels, const uint32_t* v_words, Strides v_words_strides, const __half* v_scales,
@@ -81,7 +81,7 @@ typedef void (*Kernel)(
 
 template <int KIND, int BITS>
 static Kernel of() {
-  return &attend<KIND, BITS, KIND, BITS, DIMS, DIMS, 4>;
+  return &attend<KIND, BITS, KIND, BITS, DIMS, DIMS, BITS, 0, BITS, 0, 4>;
 }
 
 static Kernel find(int kind, int bits) {
@@ -159,8 +159,8 @@ static int check(const char* path) {
   }
   const int cases = take<int>(file, 1)[0];
   for (int n = 0; n < cases; ++n) {
-    const std::vector<int> values = take<int>(file, 7), place = take<int>(file, 10), sizes = take<int>(file, 5);
-    const Case c = {values[0], values[1], values[6], 1, sizes[0], sizes[1], sizes[2], sizes[3], place[1], place[2]};
+    const std::vector<int> values = take<int>(file, 11), place = take<int>(file, 10), sizes = take<int>(file, 5);
+    const Case c = {values[0], values[1], values[10], 1, sizes[0], sizes[1], sizes[2], sizes[3], place[1], place[2]};
     const size_t rows = size_t(c.heads) * c.tokens;
     const auto q = take<float>(file, size_t(c.heads) * c.group * DIMS);
     const auto kw = take<uint32_t>(file, rows * c.words);

@@ -32,14 +32,17 @@ TM_INLINE float tm_halve(float even, float odd, int bit, int lane) {
   return (upper ? odd : even) + tm_shuffle_xor(upper ? even : odd, bit);
 }
 
+// Rows may have two bands, a second one of DIM2 channels with bits and a scale of its own, or none for DIM2 = 0. Then the scales of
+// keys are multiplied in before the sums over lanes, and values have a weight for each band.
+
 // What a simdgroup carries from tile to tile. Slot `s` of `q` is the query of head s ^ (lane % heads), which is zero for heads that
 // only fill up the power of two. `top` is the greatest score of the lane's head, `total` the weights of the lane's own
-// tokens, `mass` the weights with the scales of their values.
+// tokens, `mass` the weights with the scales of their values, a band each.
 template <int GQA, int PER, int VPER>
 struct TmUnit {
   TmRow<PER> q[TmTile<GQA>::heads];
   TmRow<VPER> acc[GQA];
-  float top, total, mass;
+  float top, total, mass[2];
 };
 
 // One side of a segment as a lane reads it; offsets inside of a head fit 32 bits.
@@ -53,36 +56,48 @@ struct TmSide {
 
 template <int GRID, int BITS, int DIM, typename P, typename S, typename T>
 TM_INLINE TmSide<P, S, T, TmBand<GRID, BITS, DIM>::pointers> tm_side(P words, tm_index row, tm_index step, S scales, tm_index scale_row, T table, int lane) {
-  return TmSide<P, S, T, TmBand<GRID, BITS, DIM>::pointers>{tm_place<GRID, BITS, DIM>(words, step, lane), scales, table, uint(row), uint(step), uint(scale_row)};
+  TmSide<P, S, T, TmBand<GRID, BITS, DIM>::pointers> side;
+  side.place = tm_place<GRID, BITS, DIM>(words, step, lane);
+  side.scales = scales;
+  side.table = table;
+  side.row = uint(row);
+  side.step = uint(step);
+  side.scale_row = uint(scale_row);
+  return side;
 }
 
 // What rules a unit: tokens of tiles that begin at `begin` and every `stride` after it, up to `end`, and what is done to a score.
 struct TmRules {
   int begin, end, stride;
-  float offset, rest, cap, light;
+  float offset, rest[2], cap, light;
   bool masked;
   uint mask_step;
 };
 
-template <int KGRID, int KBITS, int VGRID, int VBITS, int DIM, int VDIM, int GQA, int LIMIT, bool UNIT, typename K, typename V, typename M>
-TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>::per> tm_attend(
-    TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>::per> unit, K keys, V values, TmRules rules, M mask, int lane) {
-  constexpr int PER = TmBand<KGRID, KBITS, DIM>::per, VPER = TmBand<VGRID, VBITS, VDIM>::per;
-  constexpr int KLOADS = TmBand<KGRID, KBITS, DIM>::loads, VLOADS = TmBand<VGRID, VBITS, VDIM>::loads;
+template <int KGRID, int KBITS, int KBITS2, int VGRID, int VBITS, int VBITS2, int DIM, int DIM2, int VDIM, int VDIM2, int GQA, int LIMIT, bool UNIT, int PER, int VPER, typename K, typename K2, typename V, typename V2, typename M>
+TM_INLINE TmUnit<GQA, PER, VPER> tm_attend(TmUnit<GQA, PER, VPER> unit, K keys, K2 keys2, V values, V2 values2, TmRules rules, M mask, int lane) {
+  // Coordinates of a lane in either band; types need a size even where there is no second one.
+  constexpr int DIM_2 = DIM2 > 0 ? DIM2 : 32, VDIM_2 = VDIM2 > 0 ? VDIM2 : 32;
+  constexpr int FIRST = TmBand<KGRID, KBITS, DIM>::per, SECOND = DIM2 > 0 ? PER - FIRST : 0;
+  constexpr int VFIRST = TmBand<VGRID, VBITS, VDIM>::per, VSECOND = VDIM2 > 0 ? VPER - VFIRST : 0;
+  constexpr int KLOADS = TmBand<KGRID, KBITS, DIM>::loads, KLOADS2 = TmBand<KGRID, KBITS2, DIM_2>::loads;
+  constexpr int VLOADS = TmBand<VGRID, VBITS, VDIM>::loads, VLOADS2 = TmBand<VGRID, VBITS2, VDIM_2>::loads;
   constexpr int HEADS = TmTile<GQA>::heads, TILE = TmTile<GQA>::size, BLOCK = TmTile<GQA>::block, BLOCKS = TmTile<GQA>::blocks;
   constexpr int HEAD_STEPS = TmTile<GQA>::head_steps, STEPS = TmTile<GQA>::steps;
   // Whether registers hold the words of a block of keys ahead of their use.
-  constexpr bool AHEAD = KGRID != TM_EXACT && BLOCK * KLOADS <= 16;
+  constexpr bool AHEAD = KGRID != TM_EXACT && BLOCK * (KLOADS + (DIM2 > 0 ? KLOADS2 : 0)) <= 16;
   if (rules.begin >= rules.end) return unit;
   const int last = rules.end - 1;
   // Rows behind the end are read as the last one.
   const uint k_last = uint(last) * keys.row, v_last = uint(last) * values.row;
   TmWords<KLOADS> next[BLOCK];
+  TmWords<KLOADS2> next2[BLOCK];
   if (AHEAD) {
     uint at = uint(rules.begin) * keys.row;
     TM_UNROLL
     for (int j = 0; j < BLOCK; ++j) {
       next[j] = tm_fetch<KGRID, DIM, KLOADS, UNIT>(keys.place, at, keys.step, lane);
+      if (DIM2 > 0) next2[j] = tm_fetch<KGRID, DIM_2, KLOADS2, UNIT>(keys2.place, at, keys2.step, lane);
       at = tm_least(at + keys.row, k_last);
     }
   }
@@ -92,13 +107,19 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
     const int token = own < last ? own : last;
     const float k_factor = tm_factor<KGRID>(keys.scales, uint(token) * keys.scale_row, keys.table);
     const float v_factor = tm_factor<VGRID>(values.scales, uint(token) * values.scale_row, values.table);
+    const float k_factor2 = DIM2 > 0 ? tm_factor<KGRID>(keys2.scales, uint(token) * keys2.scale_row, keys2.table) : 0.0f;
+    const float v_factor2 = VDIM2 > 0 ? tm_factor<VGRID>(values2.scales, uint(token) * values2.scale_row, values2.table) : 0.0f;
     float dot = 0.0f;
     TM_LOOP
     for (int block = 0; block < BLOCKS; ++block) {
       TmWords<KLOADS> words[BLOCK];
+      TmWords<KLOADS2> words2[BLOCK];
       if (AHEAD) {
         TM_UNROLL
-        for (int j = 0; j < BLOCK; ++j) words[j] = next[j];
+        for (int j = 0; j < BLOCK; ++j) {
+          words[j] = next[j];
+          if (DIM2 > 0) words2[j] = next2[j];
+        }
       }
       uint at = tm_least(uint(AHEAD && block + 1 == BLOCKS ? tile + rules.stride : tile + (block + (AHEAD ? 1 : 0)) * BLOCK) * keys.row, k_last);
       TM_UNROLL
@@ -109,18 +130,37 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
         } else {
           words[j] = loaded;
         }
+        if (DIM2 > 0) {
+          const TmWords<KLOADS2> loaded2 = tm_fetch<KGRID, DIM_2, KLOADS2, UNIT>(keys2.place, at, keys2.step, lane);
+          if (AHEAD) {
+            next2[j] = loaded2;
+          } else {
+            words2[j] = loaded2;
+          }
+        }
         at = tm_least(at + keys.row, k_last);
       }
       float open[6];
       TM_UNROLL
       for (int j = 0; j < BLOCK; ++j) {
-        const TmRow<PER> k = tm_read<KGRID, KBITS, DIM, LIMIT>(words[j], keys.place.shift, keys.place.seam, keys.table, lane);
+        const TmRow<FIRST> k = tm_read<KGRID, KBITS, DIM, LIMIT>(words[j], keys.place.shift, keys.place.seam, keys.table, lane);
         float part[HEADS];
         TM_UNROLL
         for (int g = 0; g < HEADS; ++g) {
           part[g] = 0.0f;
           TM_UNROLL
-          for (int i = 0; i < PER; ++i) part[g] += unit.q[g].at[i] * k.at[i];
+          for (int i = 0; i < FIRST; ++i) part[g] += unit.q[g].at[i] * k.at[i];
+        }
+        if (DIM2 > 0) {
+          const TmRow<TmBand<KGRID, KBITS2, DIM_2>::per> k2 = tm_read<KGRID, KBITS2, DIM_2, LIMIT>(words2[j], keys2.place.shift, keys2.place.seam, keys2.table, lane);
+          const float scale = tm_shuffle(k_factor, (block * BLOCK + j) * HEADS), scale2 = tm_shuffle(k_factor2, (block * BLOCK + j) * HEADS);
+          TM_UNROLL
+          for (int g = 0; g < HEADS; ++g) {
+            float other = 0.0f;
+            TM_UNROLL
+            for (int i = 0; i < SECOND; ++i) other += unit.q[g].at[FIRST + i] * k2.at[i];
+            part[g] = part[g] * scale + other * scale2;
+          }
         }
         TM_UNROLL
         for (int step = 0; step < HEAD_STEPS; ++step) {
@@ -149,7 +189,8 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
       dot = BLOCKS == 1 || lane / (HEADS * BLOCK) == block ? sum : dot;
     }
 
-    float score = k_factor * (dot + rules.rest) + rules.offset;
+    float score = DIM2 > 0 ? dot + k_factor * rules.rest[0] + k_factor2 * rules.rest[1] : k_factor * (dot + rules.rest[0]);
+    score += rules.offset;
     if (rules.cap > 0.0f) score = rules.cap * tm_tanh(score / rules.cap);
     if (rules.masked) {
       const float more = mask[uint(token) * rules.mask_step];
@@ -167,9 +208,10 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
     unit.total = unit.total * factor + weight;
     // Values of a token count where the weight of any head is above the bound.
     const uint heavy = tm_ballot(!(weight <= rules.light), lane);
-    const bool seen = (heavy >> uint(lane & -HEADS) & ((1u << HEADS) - 1u)) != 0u;
-    const float w = seen && weight != 0.0f ? weight * v_factor : 0.0f;
-    unit.mass = unit.mass * factor + w;
+    const bool seen = (heavy >> uint(lane & -HEADS) & ((1u << HEADS) - 1u)) != 0u && weight != 0.0f;
+    const float w = seen ? weight * v_factor : 0.0f, w2 = VDIM2 > 0 && seen ? weight * v_factor2 : 0.0f;
+    unit.mass[0] = unit.mass[0] * factor + w;
+    unit.mass[1] = unit.mass[1] * factor + w2;
     if (tm_ballot(factor != 1.0f, lane) != 0u) {
       TM_UNROLL
       for (int g = 0; g < GQA; ++g) {
@@ -184,12 +226,12 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
       TM_LOOP
       for (int j = 0; j < TILE && tile + j <= last; ++j) {
         const TmWords<VLOADS> words = tm_fetch<VGRID, VDIM, VLOADS, UNIT>(values.place, uint(tile + j) * values.row, values.step, lane);
-        const TmRow<VPER> v = tm_read<VGRID, VBITS, VDIM, LIMIT>(words, 0u, 0u, values.table, lane);
+        const TmRow<VFIRST> v = tm_read<VGRID, VBITS, VDIM, LIMIT>(words, 0u, 0u, values.table, lane);
         TM_UNROLL
         for (int g = 0; g < GQA; ++g) {
           const float part = tm_shuffle(w, j * HEADS + g);
           TM_UNROLL
-          for (int i = 0; i < VPER; ++i) unit.acc[g].at[i] = part == 0.0f ? unit.acc[g].at[i] : unit.acc[g].at[i] + part * v.at[i];
+          for (int i = 0; i < VFIRST; ++i) unit.acc[g].at[i] = part == 0.0f ? unit.acc[g].at[i] : unit.acc[g].at[i] + part * v.at[i];
         }
       }
       continue;
@@ -197,20 +239,31 @@ TM_INLINE TmUnit<GQA, TmBand<KGRID, KBITS, DIM>::per, TmBand<VGRID, VBITS, VDIM>
     TM_LOOP
     for (int block = 0; block < BLOCKS; ++block) {
       TmWords<VLOADS> words[BLOCK];
+      TmWords<VLOADS2> words2[BLOCK];
       uint at = tm_least(uint(tile + block * BLOCK) * values.row, v_last);
       TM_UNROLL
       for (int j = 0; j < BLOCK; ++j) {
         words[j] = tm_fetch<VGRID, VDIM, VLOADS, UNIT>(values.place, at, values.step, lane);
+        if (VDIM2 > 0) words2[j] = tm_fetch<VGRID, VDIM_2, VLOADS2, UNIT>(values2.place, at, values2.step, lane);
         at = tm_least(at + values.row, v_last);
       }
       TM_UNROLL
       for (int j = 0; j < BLOCK; ++j) {
-        const TmRow<VPER> v = tm_read<VGRID, VBITS, VDIM, LIMIT>(words[j], values.place.shift, values.place.seam, values.table, lane);
+        const TmRow<VFIRST> v = tm_read<VGRID, VBITS, VDIM, LIMIT>(words[j], values.place.shift, values.place.seam, values.table, lane);
         TM_UNROLL
         for (int g = 0; g < GQA; ++g) {
           const float part = tm_shuffle(w, (block * BLOCK + j) * HEADS + g);
           TM_UNROLL
-          for (int i = 0; i < VPER; ++i) unit.acc[g].at[i] += part * v.at[i];
+          for (int i = 0; i < VFIRST; ++i) unit.acc[g].at[i] += part * v.at[i];
+        }
+        if (VDIM2 > 0) {
+          const TmRow<TmBand<VGRID, VBITS2, VDIM_2>::per> v2 = tm_read<VGRID, VBITS2, VDIM_2, LIMIT>(words2[j], values2.place.shift, values2.place.seam, values2.table, lane);
+          TM_UNROLL
+          for (int g = 0; g < GQA; ++g) {
+            const float part = tm_shuffle(w2, (block * BLOCK + j) * HEADS + g);
+            TM_UNROLL
+            for (int i = 0; i < VSECOND; ++i) unit.acc[g].at[VFIRST + i] += part * v2.at[i];
+          }
         }
       }
     }

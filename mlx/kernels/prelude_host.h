@@ -221,7 +221,7 @@ struct Machine {
   void run_group() {
     const int threads = int(group_size.x * group_size.y * group_size.z);
     if (threads % width != 0 || threads > 1024) fail("a threadgroup of " + std::to_string(threads) + " threads");
-    while (int(stacks.size()) < threads) stacks.emplace_back(64 << 10);
+    while (int(stacks.size()) < threads) stacks.emplace_back(256 << 10);
     fibres.assign(threads, Fibre());
     for (const auto& array : shared) delete array.second;
     shared.clear();
@@ -309,8 +309,15 @@ struct Shared {
   static_assert(sizeof(T) == 4, "entries of four bytes");
   const char* name;
   Memory* memory;
+  tm_index from;
 
-  Shared(const char* name, size_t count) : name(name), memory(Machine::get().array(name)) {
+  Shared operator+(tm_index n) const {
+    Shared moved = *this;
+    moved.from += n;
+    return moved;
+  }
+  Shared() : name(nullptr), memory(nullptr), from(0) {}
+  Shared(const char* name, size_t count) : name(name), memory(Machine::get().array(name)), from(0) {
     if (memory->data.empty()) {
       memory->data.assign(count, 0xffbadbad);
       memory->writer.assign(count, -1);
@@ -319,7 +326,8 @@ struct Shared {
       memory->read.assign(count, -1);
     }
   }
-  Cell<T> operator[](tm_index i) const {
+  Cell<T> operator[](tm_index at) const {
+    const tm_index i = from + at;
     if (i < 0 || i >= tm_index(memory->data.size())) fail(std::string(name) + "[" + std::to_string(i) + "] of " + std::to_string(memory->data.size()));
     return Cell<T>{*memory, name, i};
   }

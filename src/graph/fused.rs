@@ -1,11 +1,11 @@
 //! Stages of the graph by fused kernels, where [`crate::kernels::find`] gives one; `None` leaves them to the plain graph.
 //!
-//! Every segment is a first pass over shares of its tokens and a second one that joins them. What comes out of a packed segment
-//! leaves the rotated domain as a sum does; then all segments and the learned sinks are joined by their greatest scores.
+//! Every segment is a first pass over shares of its tokens. Shares of a packed segment are joined and leave the rotated domain as one
+//! sum; then they, all shares of exact rows and the learned sinks are joined by their greatest scores.
 
 use super::stages::{dot, num};
 use super::tables::Tables;
-use super::{Graph, enter_query, float, leave};
+use super::{Graph, enter_query, float, join, leave};
 use crate::attention::{Rules, Segment, Sizes, Stored};
 use crate::codec::Codec;
 use crate::codes::Codes;
@@ -171,12 +171,19 @@ pub(super) fn attend(
             &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first,
             &tokens, &limits, &place,
         ];
-        let parts = graph.kernels.run(launch, &inputs)?;
-        let (sum, state) = merge(graph, &parts, Element::F32, None, false)?;
-        sums.push(leave_segment(graph, &s.values, &sum, &state, sizes)?);
+        let mut parts = graph.kernels.run(launch, &inputs)?;
+        // A few shares of exact rows are joined with everything else at the end; those of packed rows leave their domain together.
+        let shares = launch.outputs[1].1[3];
+        if matches!(s.values, Stored::Packed(_)) || shares * sides.len() > plan::MOST_PARTS {
+            let (sum, state) = merge(graph, &parts, Element::F32, None, false)?;
+            let sum = leave_segment(graph, &s.values, &sum, &state, sizes)?;
+            parts = vec![sum.expand_dims(3)?, state.expand_dims(3)?];
+        }
+        let state = parts.remove(1);
+        sums.push(parts.remove(0));
         states.push(state);
     }
-    let parts = [ops::stack(&sums, 3)?, ops::stack(&states, 3)?];
+    let parts = [ops::concatenate(&sums, 3)?, ops::concatenate(&states, 3)?];
     Ok(Some(merge(graph, &parts, out, rules.sink_logits.as_ref(), true)?.0))
 }
 
@@ -192,7 +199,10 @@ fn enter(graph: &Graph, keys: &Stored<Array>, q: &Array, sizes: Sizes) -> Result
         None => none()?,
     };
     let entered = enter_query(codes.frame(), &folded)?;
-    let rotated = graph.tables(codes.codec())?.bands[0].rotation.forward(&entered)?;
+    let tables = graph.tables(codes.codec())?;
+    let bands = codes.codec().bands().iter().zip(&tables.bands);
+    let turned = bands.map(|(b, t)| t.rotation.forward(&slice(&entered, 3, b.start, b.start + b.dim)?));
+    let rotated = join(turned.collect::<Result<_>>()?)?;
     Ok((rotated.reshape(&[b, h * g, l, d])?, bias))
 }
 

@@ -55,8 +55,8 @@ const REGISTERS: usize = 80;
 const MOST_QUERIES: usize = 16;
 /// Threadgroups that fill a GPU a few times.
 const ENOUGH: usize = 1024;
-/// Parts that the second pass joins.
-const MOST_PARTS: usize = 1024;
+/// Most parts that the second pass joins.
+pub const MOST_PARTS: usize = 1024;
 
 /// Sizes and rules of a first pass over one segment.
 #[derive(Clone, Copy, Debug)]
@@ -82,14 +82,15 @@ pub struct Pass {
 }
 
 /// Query heads that share an unpacked row: as many as registers hold.
-fn heads_at_once(group: usize, dims: [usize; 2]) -> usize {
-    let each: usize = dims.iter().map(|dim| dim.div_ceil(WIDTH)).sum();
+fn heads_at_once(group: usize, sides: [Form; 2]) -> usize {
+    let bands = sides.iter().flat_map(|f| [f.dim, f.second.map_or(0, |(_, dim)| dim)]);
+    let each: usize = bands.map(|dim| dim.div_ceil(WIDTH)).sum();
     (1..=group.min(8)).rev().find(|g| group.is_multiple_of(*g) && g * each <= REGISTERS).unwrap_or(1)
 }
 
 /// First pass, and the array `place` of the text; `None` for too many query tokens.
 pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10])> {
-    let gqa = heads_at_once(pass.group, [keys.dim, values.dim]);
+    let gqa = heads_at_once(pass.group, [keys, values]);
     let all = pass.group / gqa * pass.queries;
     if all == 0 || pass.queries > MOST_QUERIES {
         return None;
@@ -118,6 +119,11 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
         groups as i32,
     ];
     let int = |n: usize| Value::Int(n as i32);
+    // Without a second band its bits are those of the first, and it has no channels.
+    let more = |form: Form| {
+        let (bits, dim) = form.second.unwrap_or((form.bits, 0));
+        (usize::from(bits), dim)
+    };
     let template = vec![
         ("KGRID", Value::Int(keys.kind as i32)),
         ("KBITS", int(keys.bits.into())),
@@ -125,6 +131,10 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
         ("VBITS", int(values.bits.into())),
         ("DIM", int(keys.dim)),
         ("VDIM", int(values.dim)),
+        ("KBITS2", int(more(keys).0)),
+        ("DIM2", int(more(keys).1)),
+        ("VBITS2", int(more(values).0)),
+        ("VDIM2", int(more(values).1)),
         ("GQA", int(gqa)),
     ];
     let rows = [pass.batch, pass.heads * pass.group, pass.queries, shares];
@@ -135,7 +145,7 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
         grid: [WIDTH * shares, group[1] * pass.heads * groups, pass.batch],
         group,
         outputs: vec![
-            (Element::F32, [&rows[..], &[values.dim]].concat()),
+            (Element::F32, [&rows[..], &[values.channels()]].concat()),
             (Element::F32, [&rows[..], &[2]].concat()),
         ],
     };

@@ -73,6 +73,7 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
     let specs = [
         CodecSpec { equalised: true, ..CodecSpec::new(dim, 4, Grid::Lloyd) },
         CodecSpec::new(dim, 2, Grid::Trellis { states: 8 }),
+        CodecSpec { outliers: 16, equalised: true, ..CodecSpec::new(dim, 3, Grid::Lloyd) },
     ];
     let exact = |t: usize, seed: u64| {
         let rows = Tensor::from_f32(
@@ -96,14 +97,19 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
         let rows = [&fused, &plain].map(|g| values(g, &g.decode(&ours, Dtype::F32).unwrap()));
         assert!(greatest_difference(&rows[0], &rows[1]) < 1e-4, "{spec}: decoded rows");
         packed.push(Stored::Packed(ours.slice(2, 22).unwrap()));
+        packed.push(Stored::Packed(ours.slice(1, 21).unwrap()));
     }
-    let (k, v) = (packed.remove(0), packed.remove(0));
+    let mut packed = packed.into_iter();
+    let mut next = || packed.next().unwrap();
+    let [k, _, v, _, two_k, two_v] = std::array::from_fn(|_| next());
     let segments = [
         Segment { start: 0, keys: exact(3, 1), values: exact(3, 2) },
         Segment { start: 3, keys: k, values: v },
-        Segment { start: 23, keys: exact(5, 3), values: exact(5, 4) },
+        // Keys and values of two bands.
+        Segment { start: 23, keys: two_k, values: two_v },
+        Segment { start: 43, keys: exact(5, 3), values: exact(5, 4) },
     ];
-    let tokens = 28;
+    let tokens = 48;
     let q = put(&gauss(&[b, h * group, l, dim], 5)).unwrap();
     let base = Rules::causal((dim as f32).powf(-0.5));
     let hide = |x: &f32| if *x > 1.2 { f32::NEG_INFINITY } else { *x };
@@ -116,7 +122,7 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
         base.clone(),
         Rules { causal: false, mask: bits, ..base.clone() },
         Rules { left_padding: vec![2, 7], sliding_window: Some(9), ..base.clone() },
-        Rules { left_padding: vec![0, 28], sink_logits: sinks.clone(), ..base.clone() },
+        Rules { left_padding: vec![0, 48], sink_logits: sinks.clone(), ..base.clone() },
         Rules { mask, soft_cap: Some(3.0), sink_logits: sinks, sliding_window: Some(12), ..base },
     ];
     for rules in &all {

@@ -58,7 +58,7 @@ fn broken_attention_fails() {
     let join = Bench::new(&merges).unwrap();
     all_close(&cases, &join.run(&merges).unwrap()).expect("the text as it is");
     let mutations: [Mutation; 17] = [
-        ("attend", "32 * units * stripes);\nTM_BARRIER();", "32 * units * stripes);"),
+        ("attend", "own_thread, threads);\nTM_BARRIER();", "own_thread, threads);"),
         (
             "attend",
             "    }\n    TM_BARRIER();\n    TM_LOOP\n    for (int i = stripe;",
