@@ -7,7 +7,7 @@ mod wrap;
 use std::error::Error;
 use std::fmt::Write as _;
 use std::path::Path;
-use turbomoq::kernels::plan::{self, Element, Launch, Pass};
+use turbomoq::kernels::plan::{self, Around, Element, Launch, Pass, Turn};
 use turbomoq::kernels::{Device, Form, Kind, header};
 use turbomoq::spec::{ScaleFormat, ScaleRule};
 use wrap::Argument;
@@ -117,6 +117,40 @@ fn encode(form: Form, order: usize, format: ScaleFormat) -> Text {
     }
     inputs.push(Argument { name: "place", element: Element::I32, axes: 1, count: place.len() });
     Text { what: format!("encode {}", name(form)), launch, inputs }
+}
+
+/// What stands around attention on rows of this form.
+fn around(form: Form, orders: [usize; 2], query: Element, out: Element) -> Vec<Text> {
+    let rows = Around { rows: [1, 32, 1], group: 4 };
+    let turn = Turn { rotation: Some(orders), ..Turn::default() };
+    let input = |name, element, axes, count| Argument { name, element, axes, count };
+    let f32s = |name, count| input(name, Element::F32, 1, count);
+    let frame = [
+        input("centre", Element::F32, 3, MANY),
+        input("gain", Element::F32, 3, 1),
+        input("order", Element::U32, 3, MANY),
+    ];
+    let factor: usize = orders.iter().map(|n| n * n).sum();
+    let (launch, place) = plan::enter(form, turn, rows);
+    let mut inputs = vec![input("queries", query, 4, MANY)];
+    inputs.extend(frame);
+    inputs.extend([f32s("signs", form.channels()), f32s("factor", factor), f32s("scale", 1)]);
+    inputs.push(input("place", Element::I32, 1, place.len()));
+    let mut out_texts = vec![Text { what: format!("enter {}", name(form)), launch, inputs }];
+    if let Some((launch, place)) = plan::finish(form, turn, rows, [64, 1, 2], (out, true)) {
+        let shares = ["sums", "state", "sums1", "state1", "sums2", "state2"];
+        let mut inputs: Vec<Argument> = shares.iter().map(|name| f32s(name, MANY)).collect();
+        inputs.push(f32s("sinks", 32));
+        inputs.extend([
+            input("centre", Element::F32, 3, 1),
+            input("gain", Element::F32, 3, MANY),
+            input("order", Element::U32, 3, 1),
+        ]);
+        inputs.extend([f32s("signs", form.channels()), f32s("factor", factor)]);
+        inputs.push(input("place", Element::I32, 1, place.len()));
+        out_texts.push(Text { what: format!("finish {}", name(form)), launch, inputs });
+    }
+    out_texts
 }
 
 const PASS: Pass = Pass {
@@ -284,6 +318,11 @@ fn main() -> Result<(), Box<dyn Error>> {
         texts.extend(latent());
         texts.extend(cover(covering));
         texts.extend(others().into_iter().step_by(step));
+        let uniform = |dim| form(Kind::Uniform, 4, dim);
+        texts.extend(around(uniform(128), [1; 2], Element::F16, Element::F16));
+        texts.extend(around(uniform(80), [20, 1], Element::F32, Element::F32));
+        texts.extend(around(halves(Kind::Trellis8, 4, 2, 192), [12; 2], Element::BF16, Element::BF16));
+        texts.extend(around(uniform(512), [1; 2], Element::F16, Element::F32));
         texts
     };
     write(Path::new(&folder), Device::Cuda, &make(28, 3))?;

@@ -11,6 +11,7 @@ mod cuda;
 #[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
 mod metal;
 pub mod plan;
+pub mod turn;
 
 #[cfg(feature = "mlx")]
 pub use apply::Kernels;
@@ -291,8 +292,27 @@ pub static ENCODE_TRELLIS: Source = Source {
     outputs: &["words", "scales"],
 };
 
+/// Queries into the domain of packed keys.
+pub static ENTER: Source = Source {
+    name: "enter",
+    body: include_str!("../mlx/kernels/enter.inc"),
+    inputs: &["queries", "centre", "gain", "order", "signs", "factor", "scale", "place"],
+    outputs: &["rotated", "bias"],
+};
+
+/// Second pass where at most one segment is packed: joins all shares and leaves its domain.
+pub static FINISH: Source = Source {
+    name: "finish",
+    body: include_str!("../mlx/kernels/finish.inc"),
+    inputs: &[
+        "sums", "state", "sums1", "state1", "sums2", "state2", "sinks", "centre", "gain", "order", "signs",
+        "factor", "place",
+    ],
+    outputs: &["out"],
+};
+
 /// All kernels.
-pub static SOURCES: [&Source; 5] = [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS];
+pub static SOURCES: [&Source; 7] = [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS, &ENTER, &FINISH];
 
 #[cfg(test)]
 mod tests {
@@ -338,6 +358,6 @@ mod tests {
         keys.push(changed.key(Device::Metal));
         keys.sort();
         keys.dedup();
-        assert_eq!(keys.len(), 11);
+        assert_eq!(keys.len(), 15);
     }
 }

@@ -26,7 +26,7 @@ def text_of(folder, name):
     header = (folder / "header.h").read_text()
     assert header.count(ARRAY) == 1
     header = header.replace("#include <metal_stdlib>", '#include "metal_stdlib.h"')
-    header = header.replace(ARRAY, "threadgroup T* const name = tm_array<T, count>()")
+    header = header.replace(ARRAY, "threadgroup T* const name = tm_array<T, (count)>()")
     text = (folder / name).read_text().replace('#include "header.h"\n', header)
     # Attributes of Metal mean nothing here, and stand where C++ has none.
     return re.sub(r"\[\[.*?\]\]", "", text)

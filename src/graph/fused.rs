@@ -5,12 +5,13 @@
 
 use super::stages::{dot, num};
 use super::tables::Tables;
-use super::{Graph, enter_query, float, join, leave};
+use super::{Graph, around, enter_query, float, join, leave};
 use crate::attention::{Rules, Segment, Sizes, Stored};
 use crate::codec::Codec;
 use crate::codes::Codes;
 use crate::error::Result;
 use crate::kernels::plan::{self, Element, Pass};
+use crate::kernels::turn::turn_tables;
 use crate::kernels::{Device, EncodeTables, Form, Stage, encode_tables, find, table};
 use crate::mlx_ops::slice;
 use mlx_rs::ops;
@@ -20,11 +21,14 @@ use mlx_rs::{Array, Dtype};
 pub struct KernelTables {
     /// What decoders read.
     decode: Array,
+    /// What the kernels around attention read: signs, factors, factors transposed; and the orders of the factors, if there is a
+    /// rotation.
+    pub(super) turn: Option<([Array; 3], Option<[usize; 2]>)>,
     /// What encoders read, and the order of the rotation's factor, 0 without a rotation.
     encode: Option<([Array; 4], usize)>,
 }
 
-fn line(data: &[f32]) -> Array {
+pub(super) fn line(data: &[f32]) -> Array {
     Array::from_slice(data, &[data.len() as i32])
 }
 
@@ -37,7 +41,12 @@ impl KernelTables {
             let signs = if t.signs.is_empty() { line(&[1.0]) } else { line(&t.signs) };
             ([signs, line(&t.factor), line(&t.levels), line(&t.borders)], order)
         };
-        Some(KernelTables { decode: line(&table(codec, form)), encode: encode_tables(codec).map(arrays) })
+        let turn = turn_tables(codec).map(|t| {
+            let signs = if t.signs.is_empty() { line(&[1.0]) } else { line(&t.signs) };
+            ([signs, line(&t.factor), line(&t.transposed)], t.rotated.then_some(t.orders))
+        });
+        let decode = line(&table(codec, form));
+        Some(KernelTables { decode, turn, encode: encode_tables(codec).map(arrays) })
     }
 }
 
@@ -85,7 +94,7 @@ fn side(graph: &Graph, stored: &Stored<Array>) -> Result<Option<(Form, [Array; 3
             if !matches!(rows.dtype(), Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16) {
                 return Ok(None);
             }
-            let nothing = ops::zeros_dtype(&[1, 1, 1, 1], Dtype::Float16)?;
+            let nothing = Array::from_slice(&[half::f16::ZERO], &[1, 1, 1, 1]);
             Some((Form::exact(rows.shape()[3] as usize), [rows.clone(), nothing, line(&[0.0])]))
         }
         Stored::Packed(codes) => {
@@ -144,9 +153,12 @@ pub(super) fn attend(
     };
     let q = float(queries, "queries")?.multiply(num(rules.scale))?;
     let mask = rules.mask.as_ref().map(additive).transpose()?;
-    let (mut sums, mut states, mut seen) = (vec![], vec![], 0);
+    let (mut shares, mut seen) = (vec![], 0);
     for (s, keys, values, (launch, place)) in &sides {
-        let (q, bias) = enter(graph, &s.keys, &q, sizes)?;
+        let (q, bias) = match around::enter(graph, &s.keys, queries, rules.scale, sizes)? {
+            Some(entered) => entered,
+            None => enter(graph, &s.keys, &q, sizes)?,
+        };
         let end = seen + s.keys.len();
         let mask = match &mask {
             Some(mask) => {
@@ -154,7 +166,7 @@ pub(super) fn attend(
                     [sizes.batch, sizes.heads * sizes.group, sizes.queries, end - seen].map(|n| n as i32);
                 ops::broadcast_to(slice(mask, 3, seen, end)?, &whole)?
             }
-            None => ops::zeros::<f32>(&[1, 1, 1, 1])?,
+            None => Array::from_slice(&[0f32], &[1, 1, 1, 1]),
         };
         seen = end;
         let first = |b: usize| {
@@ -171,12 +183,19 @@ pub(super) fn attend(
             &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first,
             &tokens, &limits, &place,
         ];
-        let mut parts = graph.kernels.run(launch, &inputs)?;
+        shares.push(graph.kernels.run(launch, &inputs)?);
+    }
+    let values: Vec<&Stored<Array>> = held.iter().map(|s| &s.values).collect();
+    if let Some(whole) = around::finish(graph, &values, &shares, rules.sink_logits.as_ref(), out, sizes)? {
+        return Ok(Some(whole));
+    }
+    let (mut sums, mut states) = (vec![], vec![]);
+    for (values, mut parts) in values.into_iter().zip(shares) {
         // A few shares of exact rows are joined with everything else at the end; those of packed rows leave their domain together.
-        let shares = launch.outputs[1].1[3];
-        if matches!(s.values, Stored::Packed(_)) || shares * sides.len() > plan::MOST_PARTS {
+        let count = parts[0].shape()[3] as usize;
+        if matches!(values, Stored::Packed(_)) || count * held.len() > plan::MOST_PARTS {
             let (sum, state) = merge(graph, &parts, Element::F32, None, false)?;
-            let sum = leave_segment(graph, &s.values, &sum, &state, sizes)?;
+            let sum = leave_segment(graph, values, &sum, &state, sizes)?;
             parts = vec![sum.expand_dims(3)?, state.expand_dims(3)?];
         }
         let state = parts.remove(1);

@@ -6,6 +6,7 @@
 //! made once for each codec. Uniform grids whose width MLX's quantized kernels know are scored and summed by
 //! `quantized_matmul` on the packed words as they are.
 
+mod around;
 mod attend;
 mod encode;
 mod frame;

@@ -1,6 +1,6 @@
 //! Launches of kernels: template values, grid, outputs and the small arrays of a call, from sizes alone.
 
-use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, Form, Kind, MERGE, Source};
+use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, ENTER, FINISH, Form, Kind, MERGE, Source};
 use crate::spec::{ScaleFormat, ScaleRule};
 
 /// Element types of arguments.
@@ -175,6 +175,99 @@ pub fn merge(
         ],
     };
     (launch, counts)
+}
+
+/// What of a frame and a rotation there is: a centre, a gain, an order, a rotation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Turn {
+    /// A centre.
+    pub centre: bool,
+    /// Gains of channels.
+    pub gain: bool,
+    /// An order of channels.
+    pub order: bool,
+    /// A rotation, and the orders of the factors of its bands.
+    pub rotation: Option<[usize; 2]>,
+}
+
+/// Sizes of the kernels around attention: rows [B, Hq, L], and query heads of a KV head.
+#[derive(Clone, Copy, Debug)]
+pub struct Around {
+    /// Sequences, query heads, query tokens.
+    pub rows: [usize; 3],
+    /// Query heads of a KV head.
+    pub group: usize,
+}
+
+impl Around {
+    /// The first seven entries of `place`.
+    fn place(self, turn: Turn) -> [i32; 7] {
+        let flag = i32::from;
+        let [_, heads, queries] = self.rows;
+        let sizes = [queries as i32, heads as i32, self.group as i32];
+        let flags = [turn.centre, turn.gain, turn.order, turn.rotation.is_some()].map(flag);
+        std::array::from_fn(|i| if i < 3 { sizes[i] } else { flags[i - 3] })
+    }
+
+    /// Threads, one a channel, and the template.
+    fn launch(self, form: Form, turn: Turn) -> (usize, Vec<(&'static str, Value)>) {
+        let threads = form.channels().next_multiple_of(WIDTH);
+        let [order, order2] = turn.rotation.unwrap_or([1; 2]);
+        let values = [
+            ("DIM", form.dim),
+            ("DIM2", form.second.map_or(0, |(_, dim)| dim)),
+            ("ORDER", order),
+            ("ORDER2", order2),
+        ];
+        (threads, values.map(|(name, n)| (name, Value::Int(n as i32))).to_vec())
+    }
+}
+
+/// Queries [B, Hq, L, D] into the domain of keys, and the array `place`.
+pub fn enter(form: Form, turn: Turn, around: Around) -> (Launch, [i32; 7]) {
+    let (threads, template) = around.launch(form, turn);
+    let [batch, heads, queries] = around.rows;
+    let launch = Launch {
+        source: &ENTER,
+        template,
+        grid: [threads * batch * heads * queries, 1, 1],
+        group: [threads, 1, 1],
+        outputs: vec![
+            (Element::F32, vec![batch, heads, queries, form.channels()]),
+            (Element::F32, vec![batch, heads, queries, 1]),
+        ],
+    };
+    (launch, around.place(turn))
+}
+
+/// Joins `parts` shares of a segment and of two more of exact rows, and the array `place`; `None` for too many shares.
+pub fn finish(
+    form: Form,
+    turn: Turn,
+    around: Around,
+    parts: [usize; 3],
+    (out, sinks): (Element, bool),
+) -> Option<(Launch, [i32; 11])> {
+    if parts.iter().sum::<usize>() > MOST_PARTS || form.channels() > super::MOST_CHANNELS {
+        return None;
+    }
+    let (threads, mut template) = around.launch(form, turn);
+    template.push(("OUT", Value::Type(out)));
+    let [batch, heads, queries] = around.rows;
+    let launch = Launch {
+        source: &FINISH,
+        template,
+        grid: [threads * batch * heads * queries, 1, 1],
+        group: [threads, 1, 1],
+        outputs: vec![(out, vec![batch, heads, queries, form.channels()])],
+    };
+    let before = around.place(turn);
+    let place = std::array::from_fn(|i| match i {
+        0..7 => before[i],
+        7..10 => parts[i - 7] as i32,
+        _ => i32::from(sinks),
+    });
+    Some((launch, place))
 }
 
 /// Unpacks rows [B, H, T, D] in the rotated domain.

@@ -4,11 +4,11 @@
 //! of an input are declared where the body holds these letters, and thread indices likewise, even inside a longer word.
 
 use super::attention::{ONE, Rules, Side};
-use super::bench::{Call, compiler};
+use super::bench::{Call, Input, compiler};
 use super::wrap::{ATTRIBUTES, Argument, metal};
 use std::process::Command;
-use turbomoq::kernels::plan::{Element, Pass, Value};
-use turbomoq::kernels::{Device, SOURCES, header};
+use turbomoq::kernels::plan::{self, Around, Element, Pass, Turn, Value};
+use turbomoq::kernels::{Device, Form, SOURCES, header};
 use turbomoq::spec::{CodecSpec, Grid};
 
 /// What MLX 0.32.2 printed for this call (`verbose`, while exporting a function).
@@ -48,8 +48,31 @@ fn calls() -> Vec<Call> {
         calls.push(super::attention::dequantize_call(&k, [1, 2, 9], Element::F16));
         calls.push(case.call);
         calls.push(super::encoding::case(spec, [1, 1, 2], 4, |_| {}).call);
+        calls.extend(around(k.form));
     }
     calls
+}
+
+/// Calls of what stands around attention, with a frame that has nothing.
+fn around(form: Form) -> [Call; 2] {
+    let (d, rows) = (form.channels(), Around { rows: [1, 4, 1], group: 2 });
+    let turn = Turn { rotation: Some([1; 2]), ..Turn::default() };
+    let line = |n: usize| Input::f32(&[n], &vec![1.0; n]);
+    let frame = || [line(1), line(1), Input::u32(&[1], &[0])].map(|i| i.strided(&[0, 0, 0]));
+    let (launch, place) = plan::enter(form, turn, rows);
+    let queries = Input::f16(&[1, 4, 1, d], &vec![0; 4 * d]);
+    let mut inputs = vec![queries];
+    inputs.extend(frame());
+    inputs.extend([line(d), line(1), line(1), Input::i32(&[place.len()], &place)]);
+    let enter = Call { launch, inputs };
+    let (launch, place) =
+        plan::finish(form, turn, rows, [2, 1, 0], (Element::F16, false)).expect("few shares");
+    let share = |n: usize| [line(4 * n * d), line(8 * n)];
+    let mut inputs = [share(2), share(1), [line(1), line(1)]].concat();
+    inputs.push(line(1));
+    inputs.extend(frame());
+    inputs.extend([line(d), line(1), Input::i32(&[place.len()], &place)]);
+    [enter, Call { launch, inputs }]
 }
 
 fn arguments(call: &Call) -> (Vec<Argument>, Vec<Argument>) {
