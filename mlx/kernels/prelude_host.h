@@ -221,7 +221,7 @@ struct Machine {
   void run_group() {
     const int threads = int(group_size.x * group_size.y * group_size.z);
     if (threads % width != 0 || threads > 1024) fail("a threadgroup of " + std::to_string(threads) + " threads");
-    while (int(stacks.size()) < threads) stacks.emplace_back(256 << 10);
+    while (int(stacks.size()) < threads) stacks.emplace_back(64 << 10);
     fibres.assign(threads, Fibre());
     for (const auto& array : shared) delete array.second;
     shared.clear();

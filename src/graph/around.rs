@@ -76,7 +76,7 @@ pub(super) fn finish(
         return Ok(None);
     }
     // The packed segment, or the first one, comes first.
-    let first = values.iter().position(|v| is_packed(&v)).unwrap_or(0);
+    let first = values.iter().position(is_packed).unwrap_or(0);
     let others: Vec<&Vec<Array>> = (0..shares.len()).filter(|&i| i != first).map(|i| &shares[i]).collect();
     let count = |parts: &Vec<Array>| parts[0].shape()[3] as usize;
     let counts = [count(&shares[first]), 0, 0];

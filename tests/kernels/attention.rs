@@ -297,15 +297,14 @@ fn sides() -> Vec<(Option<CodecSpec>, Element, usize)> {
         64,
     ));
     // Two bands: outliers, and a head dim that is rotated in blocks.
-    for (dim, bits, grid, outliers, lead) in [
-        (128, 2, Grid::Lloyd, 32, 1),
-        (64, 3, Grid::Uniform, 16, 1),
-        (128, 2, Grid::Trellis { states: 8 }, 64, 2),
-        (144, 4, Grid::Uniform, 0, 1),
+    for (dim, bits, grid, outliers, lead, format) in [
+        (128, 2, Grid::Lloyd, 32, 1, ScaleFormat::F16),
+        (64, 3, Grid::Uniform, 16, 1, ScaleFormat::Wide8),
+        (128, 2, Grid::Trellis { states: 8 }, 64, 2, ScaleFormat::Wide8),
+        (144, 4, Grid::Uniform, 0, 1, ScaleFormat::F16),
     ] {
-        let spec = CodecSpec { outliers, lead, ..CodecSpec::new(dim, bits, grid) };
+        let spec = CodecSpec { outliers, lead, format, ..CodecSpec::new(dim, bits, grid) };
         list.push((Some(spec), Element::F32, dim));
-        list.push((Some(CodecSpec { format: ScaleFormat::Wide8, ..spec }), Element::F32, dim));
     }
     list.push((None, Element::F16, 128));
     list.push((None, Element::BF16, 80));

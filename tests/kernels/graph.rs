@@ -119,7 +119,8 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
     for (segments, launches) in around.iter().chain([&more, &bare]).zip([5, 5, 9, 3]) {
         let tokens = segments.last().unwrap().start + 5;
         let all = rules(b, h * group, l, dim, tokens);
-        for rules in &all {
+        // All rules where all kernels take part, the first and the last for the other caches.
+        for rules in all.iter().step_by(if launches == 5 { 1 } else { 4 }) {
             called.borrow_mut().clear();
             let q = put(&gauss(&[b, h * group, l, dim], 5)).unwrap();
             let out = [&fused, &plain].map(|g| values(g, &g.attend(segments, &q, rules).unwrap()));
