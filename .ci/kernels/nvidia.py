@@ -165,8 +165,9 @@ def main(folder, architectures, ceilings):
     jobs = []
     for n, text in enumerate(texts):
         ceiling = ceilings.get(text["what"])
-        # Every text on one architecture by turns, those with a ceiling on all.
-        for architecture in architectures if ceiling else [architectures[n % len(architectures)]]:
+        # Every text on one architecture by turns, those with a ceiling on that of the ceiling too.
+        by_turns = architectures[n % len(architectures)]
+        for architecture in sorted({by_turns, "sm_90a"}) if ceiling else [by_turns]:
             jobs.append((folder, text, architecture, ceiling))
     with multiprocessing.get_context("spawn").Pool() as pool:
         results = pool.starmap(check, jobs, chunksize=1)

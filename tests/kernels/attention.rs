@@ -600,3 +600,25 @@ fn dequantized_rows_are_those_of_the_row_form() {
         }
     }
 }
+
+/// CUDA gives a thread at most 255 of the 65,536 registers of a block, so 256 threads always fit; every query head of every query
+/// token has a place.
+#[test]
+fn launches_fit_whatever_registers_they_take() {
+    for group in 1..=16 {
+        for queries in 1..=16 {
+            for dim in [64, 80, 96, 112, 128, 192, 256, 512] {
+                let form = Form::exact(dim);
+                let pass = Pass { group, queries, heads: 3, tokens: 5000, ..ONE };
+                let (launch, place) = plan::attend(form, form, &pass).expect("up to 16 query tokens");
+                let [_, shares, stripes, chunks, .., units, groups] = place.map(|n| n as usize);
+                let threads: usize = launch.group.iter().product();
+                assert!(threads <= 256, "{threads} threads for {group} heads, {queries} tokens, d {dim}");
+                assert_eq!(threads, 32 * units * stripes);
+                assert!(units * groups >= chunks * queries && units * (groups - 1) < chunks * queries);
+                assert_eq!(group % chunks, 0);
+                assert_eq!(launch.grid, [32 * shares, units * stripes * groups * 3, 1]);
+            }
+        }
+    }
+}
