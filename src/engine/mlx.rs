@@ -10,6 +10,7 @@ use arrays::slice;
 use frame::{enter, leave};
 use stages::{cast, float, join, mlx_dtype, num, unpack, unsupported};
 use tables::DeviceTables;
+mod around;
 pub mod arrays;
 mod attend;
 mod encode;

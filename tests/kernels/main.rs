@@ -10,6 +10,7 @@ mod encoding;
 mod mlx;
 mod mutations;
 mod signature;
+mod wrap;
 
 /// `.ci/check-macos` compiles this for a Mac, where a build that has MLX has the Metal kernels without a flag of its own.
 #[cfg(all(feature = "mlx", target_os = "macos"))]

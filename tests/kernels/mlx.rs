@@ -43,12 +43,12 @@ fn output((element, shape): &(Element, Vec<usize>), bytes: &[u8]) -> Array {
 }
 
 /// An engine whose kernels run on the host, and the names of those that it called.
-fn host() -> (Mlx, Rc<RefCell<BTreeSet<&'static str>>>) {
-    let called = Rc::new(RefCell::new(BTreeSet::new()));
+fn host() -> (Mlx, Rc<RefCell<Vec<&'static str>>>) {
+    let called = Rc::new(RefCell::new(vec![]));
     let names = called.clone();
     let programs = RefCell::new(HashMap::new());
     let run = move |launch: &Launch, inputs: &[&Array]| {
-        names.borrow_mut().insert(launch.source.name);
+        names.borrow_mut().push(launch.source.name);
         let calls = [Call { launch: launch.clone(), inputs: inputs.iter().map(|a| input(a)).collect() }];
         let mut programs = programs.borrow_mut();
         let program =
@@ -73,6 +73,7 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
     let specs = [
         CodecSpec { equalised: true, ..CodecSpec::new(dim, 4, Grid::Lloyd) },
         CodecSpec::new(dim, 2, Grid::Trellis { states: 8 }),
+        CodecSpec { outliers: 16, equalised: true, ..CodecSpec::new(dim, 3, Grid::Lloyd) },
     ];
     let exact = |t: usize, seed: u64| {
         let rows = Tensor::from_f32(
@@ -82,7 +83,7 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
         );
         Stored::Exact { rows: put(&rows.unwrap()).unwrap(), len: t }
     };
-    let mut packed = vec![];
+    let (mut packed, mut names) = (vec![], BTreeSet::new());
     for (i, spec) in specs.into_iter().enumerate() {
         let codec = Arc::new(Codec::new(spec).unwrap());
         let x = put(&keys(&[b, h, 24, dim], 7 + i as u64)).unwrap();
@@ -96,41 +97,63 @@ fn stages_with_kernels_give_what_the_plain_graph_gives() {
         let rows = [&fused, &plain].map(|g| values(g, &g.decode(&ours, Dtype::F32).unwrap()));
         assert!(greatest_difference(&rows[0], &rows[1]) < 1e-4, "{spec}: decoded rows");
         packed.push(Stored::Packed(ours.slice(2, 22).unwrap()));
+        packed.push(Stored::Packed(ours.slice(1, 21).unwrap()));
     }
-    let (k, v) = (packed.remove(0), packed.remove(0));
-    let segments = [
-        Segment { start: 0, keys: exact(3, 1), values: exact(3, 2) },
-        Segment { start: 3, keys: k, values: v },
-        Segment { start: 23, keys: exact(5, 3), values: exact(5, 4) },
-    ];
-    let tokens = 28;
-    let q = put(&gauss(&[b, h * group, l, dim], 5)).unwrap();
+    names.extend(called.borrow().iter().copied());
+    let mut packed = packed.into_iter();
+    let mut next = || packed.next().unwrap();
+    let [k, _, v, _, two_k, two_v] = std::array::from_fn(|_| next());
+    let segment = |start, keys: &Stored<Array>, values: &Stored<Array>| Segment {
+        start,
+        keys: keys.clone(),
+        values: values.clone(),
+    };
+    let (sinks, window) = ([exact(3, 1), exact(3, 2)], [exact(5, 3), exact(5, 4)]);
+    let first = || segment(0, &sinks[0], &sinks[1]);
+    let last = |start| segment(start, &window[0], &window[1]);
+    // What a cache mostly holds, with one band and with two; several packed segments; exact rows alone.
+    let around =
+        [vec![first(), segment(3, &k, &v), last(23)], vec![first(), segment(3, &two_k, &two_v), last(23)]];
+    let more = vec![first(), segment(3, &k, &v), segment(23, &two_k, &two_v), last(43)];
+    let bare = vec![first(), last(3)];
+    for (segments, launches) in around.iter().chain([&more, &bare]).zip([5, 5, 9, 3]) {
+        let tokens = segments.last().unwrap().start + 5;
+        let all = rules(b, h * group, l, dim, tokens);
+        // All rules where all kernels take part, the first and the last for the other caches.
+        for rules in all.iter().step_by(if launches == 5 { 1 } else { 4 }) {
+            called.borrow_mut().clear();
+            let q = put(&gauss(&[b, h * group, l, dim], 5)).unwrap();
+            let out = [&fused, &plain].map(|g| values(g, &g.attend(segments, &q, rules).unwrap()));
+            let far = greatest_difference(&out[0], &out[1]);
+            assert!(far < 5e-3, "{rules:?}: off by {far}");
+            assert!(out[0].iter().all(|x| x.is_finite()));
+            assert_eq!(called.borrow().len(), launches, "{:?}", called.borrow());
+            names.extend(called.borrow().iter().copied());
+        }
+    }
+    let names: Vec<&str> = names.into_iter().collect();
+    assert_eq!(
+        names,
+        ["attend", "dequantize", "encode", "encode_trellis", "enter", "finish", "merge"],
+        "every kernel was called"
+    );
+}
+
+fn rules(b: usize, heads: usize, l: usize, dim: usize, tokens: usize) -> [Rules<Array>; 5] {
     let base = Rules::causal((dim as f32).powf(-0.5));
     let hide = |x: &f32| if *x > 1.2 { f32::NEG_INFINITY } else { *x };
     let mask: Vec<f32> = gauss(&[1, 1, l, tokens], 6).to_f32().unwrap().iter().map(hide).collect();
     let mask = Some(put(&Tensor::new(&[1, 1, l, tokens], mask).unwrap()).unwrap());
     let bits: Vec<u8> = (0..b * l * tokens).map(|i| u8::from(i % 5 != 0)).collect();
     let bits = Some(put(&Tensor::new(&[b, 1, l, tokens], bits).unwrap()).unwrap());
-    let sinks = Some(put(&Tensor::new(&[h * group], vec![1.5f32, -2.0]).unwrap()).unwrap());
-    let all = [
+    let sinks = Some(put(&Tensor::new(&[heads], vec![1.5f32, -2.0]).unwrap()).unwrap());
+    [
         base.clone(),
         Rules { causal: false, mask: bits, ..base.clone() },
         Rules { left_padding: vec![2, 7], sliding_window: Some(9), ..base.clone() },
-        Rules { left_padding: vec![0, 28], sink_logits: sinks.clone(), ..base.clone() },
+        Rules { left_padding: vec![0, tokens], sink_logits: sinks.clone(), ..base.clone() },
         Rules { mask, soft_cap: Some(3.0), sink_logits: sinks, sliding_window: Some(12), ..base },
-    ];
-    for rules in &all {
-        let out = [&fused, &plain].map(|g| values(g, &g.attend(&segments, &q, rules).unwrap()));
-        let far = greatest_difference(&out[0], &out[1]);
-        assert!(far < 5e-3, "{rules:?}: off by {far}");
-        assert!(out[0].iter().all(|x| x.is_finite()));
-    }
-    let names: Vec<&str> = called.borrow().iter().copied().collect();
-    assert_eq!(
-        names,
-        ["attend", "dequantize", "encode", "encode_trellis", "merge"],
-        "every kernel was called"
-    );
+    ]
 }
 
 /// Squared error of decoded codes over the squared norm.

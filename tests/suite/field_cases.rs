@@ -379,7 +379,11 @@ fn t12_rotations_are_the_same_on_every_thread_and_machine() {
         assert_eq!(pool.install(|| codes(())), codes(()), "{threads} threads");
     }
     let child = std::process::Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "field_cases::t12_rotations_are_the_same_on_every_thread_and_machine", "--nocapture"])
+        .args([
+            "--exact",
+            "field_cases::t12_rotations_are_the_same_on_every_thread_and_machine",
+            "--nocapture",
+        ])
         .env("TURBOMOQ_T12_CHILD", "1")
         .output()
         .unwrap();

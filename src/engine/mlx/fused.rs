@@ -1,12 +1,12 @@
-//! Stages of the graph by fused kernels, where [`crate::engine::mlx::kernels::find`] gives one; `None` leaves them to the plain graph.
+//! Stages of the graph by fused kernels, where [`crate::engine::mlx::kernels::find`] gives one; `None` leaves them to the plain mlx.
 //!
-//! Every segment is a first pass over shares of its tokens and a second one that joins them. What comes out of a packed segment
-//! leaves the rotated domain as a sum does; then all segments and the learned sinks are joined by their greatest scores.
+//! Every segment is a first pass over shares of its tokens. Shares of a packed segment are joined and leave the rotated domain as one
+//! sum; then they, all shares of exact rows and the learned sinks are joined by their greatest scores.
 
-use super::Mlx;
 use super::frame::{enter_query, leave};
-use super::stages::{dot, float, masked, num};
+use super::stages::{dot, float, join, masked, num};
 use super::tables::{DeviceTables, line};
+use super::{Mlx, around};
 use crate::codec::Codec;
 use crate::codec::codes::Codes;
 use crate::engine::attention::{Rules, Segment, Sizes, Stored};
@@ -16,7 +16,6 @@ use crate::engine::mlx::kernels::{Device, Form, Stage, find};
 use crate::error::Result;
 use mlx_rs::ops;
 use mlx_rs::{Array, Dtype};
-
 /// Words and scales of vectors [B, H, T, D] that are in their frame.
 pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Array, Array)>> {
     let Some(form) = find(Stage::Encode, codec, mlx.kernels.device()) else { return Ok(None) };
@@ -61,7 +60,7 @@ fn side(mlx: &Mlx, stored: &Stored<Array>) -> Result<Option<(Form, [Array; 3])>>
             if !matches!(rows.dtype(), Dtype::Float32 | Dtype::Float16 | Dtype::Bfloat16) {
                 return Ok(None);
             }
-            let nothing = ops::zeros_dtype(&[1, 1, 1, 1], Dtype::Float16)?;
+            let nothing = Array::from_slice(&[half::f16::ZERO], &[1, 1, 1, 1]);
             Some((Form::exact(rows.shape()[3] as usize), [rows.clone(), nothing, line(&[0.0])]))
         }
         Stored::Packed(codes) => {
@@ -120,9 +119,12 @@ pub(super) fn attend(
     };
     let q = float(queries, "queries")?.multiply(num(rules.scale))?;
     let mask = rules.mask.as_ref().map(additive).transpose()?;
-    let (mut sums, mut states, mut seen) = (vec![], vec![], 0);
+    let (mut shares, mut seen) = (vec![], 0);
     for (s, keys, values, (launch, place)) in &sides {
-        let (q, bias) = enter(mlx, &s.keys, &q, sizes)?;
+        let (q, bias) = match around::enter(mlx, &s.keys, queries, rules.scale, sizes)? {
+            Some(entered) => entered,
+            None => enter(mlx, &s.keys, &q, sizes)?,
+        };
         let end = seen + s.keys.len();
         let mask = match &mask {
             Some(mask) => {
@@ -130,7 +132,7 @@ pub(super) fn attend(
                     [sizes.batch, sizes.heads * sizes.group, sizes.queries, end - seen].map(|n| n as i32);
                 ops::broadcast_to(slice(mask, 3, seen, end)?, &whole)?
             }
-            None => ops::zeros::<f32>(&[1, 1, 1, 1])?,
+            None => Array::from_slice(&[0f32], &[1, 1, 1, 1]),
         };
         seen = end;
         let first = |b: usize| {
@@ -142,17 +144,31 @@ pub(super) fn attend(
         let tokens = Array::from_int(s.keys.len() as i32);
         // Rows of weight zero are not read; skipping light ones is for callers that ask for it, and none does yet.
         let limits = line(&[rules.soft_cap.unwrap_or(0.0), 0.0]);
-        let place = Array::from_slice(place, &[8]);
+        let place = Array::from_slice(place, &[place.len() as i32]);
         let inputs = [
             &q, &keys[0], &keys[1], &keys[2], &values[0], &values[1], &values[2], &bias, &mask, &first,
             &tokens, &limits, &place,
         ];
-        let parts = mlx.kernels.run(launch, &inputs)?;
-        let (sum, state) = merge(mlx, &parts, Element::F32, None, false)?;
-        sums.push(leave_segment(mlx, &s.values, &sum, &state, sizes)?);
+        shares.push(mlx.kernels.run(launch, &inputs)?);
+    }
+    let values: Vec<&Stored<Array>> = held.iter().map(|s| &s.values).collect();
+    if let Some(whole) = around::finish(mlx, &values, &shares, rules.sink_logits.as_ref(), out, sizes)? {
+        return Ok(Some(whole));
+    }
+    let (mut sums, mut states) = (vec![], vec![]);
+    for (values, mut parts) in values.into_iter().zip(shares) {
+        // A few shares of exact rows are joined with everything else at the end; those of packed rows leave their domain together.
+        let count = parts[0].shape()[3] as usize;
+        if matches!(values, Stored::Packed(_)) || count * held.len() > plan::MOST_PARTS {
+            let (sum, state) = merge(mlx, &parts, Element::F32, None, false)?;
+            let sum = leave_segment(mlx, values, &sum, &state, sizes)?;
+            parts = vec![sum.expand_dims(3)?, state.expand_dims(3)?];
+        }
+        let state = parts.remove(1);
+        sums.push(parts.remove(0));
         states.push(state);
     }
-    let parts = [ops::stack(&sums, 3)?, ops::stack(&states, 3)?];
+    let parts = [ops::concatenate(&sums, 3)?, ops::concatenate(&states, 3)?];
     Ok(Some(merge(mlx, &parts, out, rules.sink_logits.as_ref(), true)?.0))
 }
 
@@ -168,7 +184,10 @@ fn enter(mlx: &Mlx, keys: &Stored<Array>, q: &Array, sizes: Sizes) -> Result<(Ar
         None => none()?,
     };
     let entered = enter_query(codes.frame(), &folded)?;
-    let rotated = mlx.tables(codes.codec())?.bands[0].rotation.forward(&entered)?;
+    let tables = mlx.tables(codes.codec())?;
+    let bands = codes.codec().bands().iter().zip(&tables.bands);
+    let turned = bands.map(|(b, t)| t.rotation.forward(&slice(&entered, 3, b.start, b.start + b.dim)?));
+    let rotated = join(turned.collect::<Result<_>>()?)?;
     Ok((rotated.reshape(&[b, h * g, l, d])?, bias))
 }
 

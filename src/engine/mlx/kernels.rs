@@ -11,6 +11,7 @@ mod cuda;
 #[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
 mod metal;
 pub mod plan;
+pub mod turn;
 
 pub use apply::Kernels;
 
@@ -71,6 +72,8 @@ pub struct Form {
     pub bits: u8,
     /// Channels.
     pub dim: usize,
+    /// A second band of the same kind behind the first: bits of its codes, and channels.
+    pub second: Option<(u8, usize)>,
 }
 
 /// Most channels of a row: a thread of an encoder is a channel.
@@ -79,53 +82,71 @@ const MOST_CHANNELS: usize = 512;
 impl Form {
     /// Rows that are not packed.
     pub fn exact(dim: usize) -> Form {
-        Form { kind: Kind::Exact, bits: 16, dim }
+        Form { kind: Kind::Exact, bits: 16, dim, second: None }
     }
 
-    /// The form of a codec of one band without a residual, if it has one.
+    /// The form of a codec of one or two bands without a residual, if it has one.
     pub fn of(codec: &Codec) -> Option<Form> {
-        let [band] = codec.bands() else { return None };
+        let (band, second) = match codec.bands() {
+            [band] => (band, None),
+            [band, second] => (band, Some(second)),
+            _ => return None,
+        };
         // The texts read eight bits of a scale as `wide8`.
         if codec.channel().is_some()
             || codec.format() == ScaleFormat::Log8
             || codec.spec().residual != Residual::None
-            || band.dim > MOST_CHANNELS
+            || codec.bands().iter().any(|b| b.dim > MOST_CHANNELS)
         {
             return None;
         }
-        let kind = match &band.grid {
-            BandGrid::Affine => return None,
-            BandGrid::Trellis(trellis) if trellis.states_log2 == 8 => Kind::Trellis8,
-            BandGrid::Trellis(_) => Kind::Trellis10,
-            BandGrid::Scalar(grid) if grid.step().is_some() => Kind::Uniform,
-            BandGrid::Scalar(grid) => {
-                let levels = grid.levels();
-                let mirrored = levels.iter().zip(levels.iter().rev()).all(|(a, b)| *a == -*b);
-                if mirrored { Kind::Mirrored } else { Kind::Table }
-            }
-        };
-        Some(Form { kind, bits: band.bits, dim: band.dim })
+        let kind = kind(&band.grid)?;
+        if second.is_some_and(|b| self::kind(&b.grid) != Some(kind)) {
+            return None;
+        }
+        Some(Form { kind, bits: band.bits, dim: band.dim, second: second.map(|b| (b.bits, b.dim)) })
+    }
+
+    /// Channels of all bands.
+    pub fn channels(&self) -> usize {
+        self.dim + self.second.map_or(0, |(_, dim)| dim)
     }
 
     /// Words, or exact channels, of a row.
     pub fn words(&self) -> usize {
-        if self.kind == Kind::Exact { self.dim } else { crate::math::bits::words(self.dim, self.bits) }
+        if self.kind == Kind::Exact {
+            return self.dim;
+        }
+        crate::math::bits::words(self.dim, self.bits)
+            + self.second.map_or(0, |(bits, dim)| crate::math::bits::words(dim, bits))
     }
 }
 
-/// The table that decoders read: the step of a uniform grid, the upper half of mirrored levels, the first half of a trellis.
+fn kind(grid: &BandGrid) -> Option<Kind> {
+    Some(match grid {
+        BandGrid::Affine => return None,
+        BandGrid::Trellis(trellis) if trellis.states_log2 == 8 => Kind::Trellis8,
+        BandGrid::Trellis(_) => Kind::Trellis10,
+        BandGrid::Scalar(grid) if grid.step().is_some() => Kind::Uniform,
+        BandGrid::Scalar(grid) => {
+            let levels = grid.levels();
+            let mirrored = levels.iter().zip(levels.iter().rev()).all(|(a, b)| *a == -*b);
+            if mirrored { Kind::Mirrored } else { Kind::Table }
+        }
+    })
+}
+
+/// The table that decoders read, of each band one behind the other: the step of a uniform grid, the upper half of mirrored levels,
+/// the first half of a trellis, or all levels.
 pub fn table(codec: &Codec, form: Form) -> Vec<f32> {
-    let levels: &[f32] = match &codec.bands()[0].grid {
-        BandGrid::Scalar(grid) => grid.levels(),
-        BandGrid::Trellis(trellis) => trellis.levels(),
-        BandGrid::Affine => &[],
-    };
-    match (form.kind, &codec.bands()[0].grid) {
+    let of = |grid: &BandGrid| match (form.kind, grid) {
         (Kind::Uniform, BandGrid::Scalar(grid)) => vec![grid.step().unwrap_or(1.0)],
-        (Kind::Mirrored, _) => levels[levels.len() / 2..].to_vec(),
-        (Kind::Trellis8 | Kind::Trellis10, _) => levels[..levels.len() / 2].to_vec(),
-        _ => levels.to_vec(),
-    }
+        (Kind::Mirrored, BandGrid::Scalar(grid)) => grid.levels()[grid.levels().len() / 2..].to_vec(),
+        (_, BandGrid::Scalar(grid)) => grid.levels().to_vec(),
+        (_, BandGrid::Trellis(trellis)) => trellis.levels()[..trellis.levels().len() / 2].to_vec(),
+        (_, BandGrid::Affine) => vec![],
+    };
+    codec.bands().iter().flat_map(|band| of(&band.grid)).collect()
 }
 
 /// The tables that encoders read beside the signs of the rotation: its factor, all levels, the borders.
@@ -142,9 +163,9 @@ pub struct EncodeTables {
     pub borders: Vec<f32>,
 }
 
-/// Tables for the encoder of a codec that has a form; `None` for a dense rotation.
+/// Tables for the encoder of a codec that has a form; `None` for a dense rotation and for two bands.
 pub fn encode_tables(codec: &Codec) -> Option<EncodeTables> {
-    let band = codec.bands().first()?;
+    let [band] = codec.bands() else { return None };
     let (signs, factor, order) = match &band.rotation {
         Rotation::Identity => (vec![], vec![1.0], 1),
         Rotation::Hadamard { signs, factor, order } if *order > 1 => (signs.clone(), factor.clone(), *order),
@@ -168,6 +189,10 @@ pub fn find(stage: Stage, codec: &Codec, device: Device) -> Option<Form> {
         return None;
     }
     let form = Form::of(codec)?;
+    // Bands are encoded and decoded apart from each other.
+    if stage != Stage::Attend && form.second.is_some() {
+        return None;
+    }
     if stage == Stage::Encode {
         encode_tables(codec)?;
         let (most, ring) = match form.kind {
@@ -196,7 +221,11 @@ pub struct Source {
     pub outputs: &'static [&'static str],
 }
 
-const COMMON: &str = include_str!("../../../mlx/kernels/common.h");
+const COMMON: [&str; 3] = [
+    include_str!("../../../mlx/kernels/common.h"),
+    include_str!("../../../mlx/kernels/rows.h"),
+    include_str!("../../../mlx/kernels/attend.h"),
+];
 
 /// What stands before every body on a device.
 pub fn header(device: Device) -> String {
@@ -205,7 +234,7 @@ pub fn header(device: Device) -> String {
         Device::Cuda => include_str!("../../../mlx/kernels/prelude_cuda.h"),
         Device::Cpu => include_str!("../../../mlx/kernels/prelude_host.h"),
     };
-    format!("{prelude}\n{COMMON}")
+    format!("{prelude}\n{}", COMMON.join("\n"))
 }
 
 impl Source {
@@ -262,8 +291,27 @@ pub static ENCODE_TRELLIS: Source = Source {
     outputs: &["words", "scales"],
 };
 
+/// Queries into the domain of packed keys.
+pub static ENTER: Source = Source {
+    name: "enter",
+    body: include_str!("../../../mlx/kernels/enter.inc"),
+    inputs: &["queries", "centre", "gain", "order", "signs", "factor", "scale", "place"],
+    outputs: &["rotated", "bias"],
+};
+
+/// Second pass where at most one segment is packed: joins all shares and leaves its domain.
+pub static FINISH: Source = Source {
+    name: "finish",
+    body: include_str!("../../../mlx/kernels/finish.inc"),
+    inputs: &[
+        "sums", "state", "sums1", "state1", "sums2", "state2", "sinks", "centre", "gain", "order", "signs",
+        "factor", "place",
+    ],
+    outputs: &["out"],
+};
+
 /// All kernels.
-pub static SOURCES: [&Source; 5] = [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS];
+pub static SOURCES: [&Source; 7] = [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS, &ENTER, &FINISH];
 
 #[cfg(test)]
 mod tests {
@@ -291,12 +339,13 @@ mod tests {
         assert_eq!(has(encode, trellis(8, 128, 2), Device::Metal), Some(Kind::Trellis8));
         assert_eq!(has(encode, trellis(8, 32, 1), Device::Metal), None, "a short ring");
         assert_eq!(has(encode, trellis(10, 512, 2), Device::Metal), None, "a long search");
-        for other in [
-            CodecSpec { outliers: 32, bits: 2, ..spec },
-            CodecSpec { grid: Grid::Affine { group: 64 }, ..spec },
-        ] {
-            assert_eq!(has(attend, other, Device::Metal), None, "{other}");
-        }
+        let two = CodecSpec { outliers: 32, bits: 2, ..spec };
+        assert_eq!(
+            [has(attend, two, Device::Metal), has(encode, two, Device::Metal)],
+            [Some(Kind::Mirrored), None]
+        );
+        let affine = CodecSpec { grid: Grid::Affine { group: 64 }, ..spec };
+        assert_eq!(has(attend, affine, Device::Metal), None);
     }
 
     #[test]
@@ -308,6 +357,6 @@ mod tests {
         keys.push(changed.key(Device::Metal));
         keys.sort();
         keys.dedup();
-        assert_eq!(keys.len(), 11);
+        assert_eq!(keys.len(), 15);
     }
 }

@@ -1,6 +1,7 @@
 //! The tables of a codec as MLX arrays, made once.
 
 use crate::codec::{Band, BandGrid, Codec};
+use crate::engine::mlx::kernels::turn::turn_tables;
 use crate::engine::mlx::kernels::{EncodeTables, Form, encode_tables, table};
 use crate::error::Result;
 use crate::math::bits;
@@ -95,6 +96,9 @@ pub fn native_group(dim: usize, bits: u8) -> Option<i32> {
 pub struct KernelTables {
     /// What decoders read.
     pub decode: Array,
+    /// What the kernels around attention read: signs, factors, factors transposed; and the orders of the factors, if there is a
+    /// rotation.
+    pub turn: Option<([Array; 3], Option<[usize; 2]>)>,
     /// What encoders read, and the order of the rotation's factor, 0 without a rotation.
     pub encode: Option<([Array; 4], usize)>,
 }
@@ -108,6 +112,11 @@ impl KernelTables {
             let signs = if t.signs.is_empty() { line(&[1.0]) } else { line(&t.signs) };
             ([signs, line(&t.factor), line(&t.levels), line(&t.borders)], order)
         };
-        Some(KernelTables { decode: line(&table(codec, form)), encode: encode_tables(codec).map(arrays) })
+        let turn = turn_tables(codec).map(|t| {
+            let signs = if t.signs.is_empty() { line(&[1.0]) } else { line(&t.signs) };
+            ([signs, line(&t.factor), line(&t.transposed)], t.rotated.then_some(t.orders))
+        });
+        let decode = line(&table(codec, form));
+        Some(KernelTables { decode, turn, encode: encode_tables(codec).map(arrays) })
     }
 }

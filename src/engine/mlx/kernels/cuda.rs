@@ -74,7 +74,7 @@ impl Drop for Config {
 }
 
 impl Config {
-    fn new(launch: &Launch) -> Result<Config> {
+    fn new(launch: &Launch, inputs: &[&Array]) -> Result<Config> {
         // SAFETY: the constructor has no precondition.
         let config = Config(unsafe { mlx_sys::mlx_fast_cuda_kernel_config_new() });
         done(c_int::from(config.0.ctx.is_null()), "making the options of a CUDA kernel")?;
@@ -103,6 +103,18 @@ impl Config {
         // SAFETY: as above.
         let status = unsafe { mlx_sys::mlx_fast_cuda_kernel_config_set_verbose(config.0, false) };
         done(status, "setting the options")?;
+        // MLX keeps compiled kernels, in files too, by the name and the template alone: what else the text around the body depends
+        // on is made part of the template, so that rows of another type are not read by a kernel for the first one's.
+        let types = inputs.iter().map(|a| a.dtype()).chain(launch.outputs.iter().map(|(e, _)| dtype(*e)));
+        for (i, kind) in types.enumerate() {
+            let name = text(&format!("TYPE{i}"))?;
+            // SAFETY: the name outlives the call, and mlx-c copies it.
+            let status = unsafe {
+                let (name, kind) = (name.as_ptr(), kind.into());
+                mlx_sys::mlx_fast_cuda_kernel_config_add_template_arg_dtype(config.0, name, kind)
+            };
+            done(status, "adding a type")?;
+        }
         for (name, value) in &launch.template {
             let name = text(name)?;
             // SAFETY: the name outlives the call, and mlx-c copies it.
@@ -139,7 +151,7 @@ impl Drop for Arrays {
 
 impl Backend for Cuda {
     fn apply(&self, launch: &Launch, inputs: &[&Array]) -> Result<Vec<Array>> {
-        let config = Config::new(launch)?;
+        let config = Config::new(launch, inputs)?;
         let handles: Vec<_> = inputs.iter().map(|a| a.as_ptr()).collect();
         // SAFETY: `handles` holds as many handles as is said, of arrays that outlive the call; the list shares them.
         let list = Arrays(unsafe { mlx_sys::mlx_vector_array_new_data(handles.as_ptr(), handles.len()) });

@@ -1,6 +1,6 @@
 //! Launches of kernels: template values, grid, outputs and the small arrays of a call, from sizes alone.
 
-use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, Form, Kind, MERGE, Source};
+use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, ENTER, FINISH, Form, Kind, MERGE, Source};
 use crate::spec::{ScaleFormat, ScaleRule};
 
 /// Element types of arguments.
@@ -46,14 +46,17 @@ pub struct Launch {
 
 /// Threads of a simdgroup.
 const WIDTH: usize = 32;
-/// Simdgroups of a threadgroup: 512 threads, which every Apple GPU since the first M takes for kernels of this size.
-const SIMDGROUPS: usize = 16;
-/// Simdgroups that a threadgroup is filled up to by stripes.
-const FILLED: usize = 8;
-/// Channels of all query heads that a simdgroup keeps in registers, twice: queries and sums.
-const CHANNELS: usize = 1024;
-/// Parts that the second pass joins.
-const MOST_PARTS: usize = 1024;
+/// Most simdgroups of a threadgroup of attention: 256 threads, which every GPU takes whatever registers a text needs (CUDA gives a
+/// thread at most 255 of the 65,536 of a block).
+const SIMDGROUPS: usize = 8;
+/// Registers of a lane for the queries and the sums of all query heads of a simdgroup.
+const REGISTERS: usize = 80;
+/// Query tokens of a first pass; with more, unpacked rows are better multiplied as matrices.
+const MOST_QUERIES: usize = 16;
+/// Threadgroups that fill a GPU a few times.
+const ENOUGH: usize = 1024;
+/// Most parts that the second pass joins.
+pub const MOST_PARTS: usize = 1024;
 
 /// Sizes and rules of a first pass over one segment.
 #[derive(Clone, Copy, Debug)]
@@ -79,21 +82,27 @@ pub struct Pass {
 }
 
 /// Query heads that share an unpacked row: as many as registers hold.
-fn heads_at_once(group: usize, dim: usize) -> usize {
-    (1..=group.min(8)).rev().find(|g| group % g == 0 && g * dim <= CHANNELS).unwrap_or(1)
+fn heads_at_once(group: usize, sides: [Form; 2]) -> usize {
+    let bands = sides.iter().flat_map(|f| [f.dim, f.second.map_or(0, |(_, dim)| dim)]);
+    let each: usize = bands.map(|dim| dim.div_ceil(WIDTH)).sum();
+    (1..=group.min(8)).rev().find(|g| group.is_multiple_of(*g) && g * each <= REGISTERS).unwrap_or(1)
 }
 
-/// First pass, and the array `place` of the text; `None` if the queries do not fit a threadgroup.
-pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8])> {
-    let gqa = heads_at_once(pass.group, keys.dim.max(values.dim));
-    let units = pass.group / gqa * pass.queries;
-    if units == 0 || units > SIMDGROUPS {
+/// First pass, and the array `place` of the text; `None` for too many query tokens.
+pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10])> {
+    let gqa = heads_at_once(pass.group, [keys, values]);
+    let all = pass.group / gqa * pass.queries;
+    if all == 0 || pass.queries > MOST_QUERIES {
         return None;
     }
-    let stripes = (FILLED / units).max(1);
-    // A share has work for some rounds of its stripes, and all shares together fill a GPU a few times.
-    let fill = (2048 / (pass.batch * pass.heads).max(1)).max(1);
-    let shares = pass.tokens.div_ceil(16 * stripes).clamp(1, fill.min(MOST_PARTS));
+    // Threadgroups that the units of a KV head are dealt to, and units of each.
+    let groups = all.div_ceil(SIMDGROUPS);
+    let units = all.div_ceil(groups);
+    let stripes = SIMDGROUPS / units;
+    let tile = WIDTH / gqa.next_power_of_two();
+    // A stripe has work for two tiles, and all threadgroups together fill a GPU a few times.
+    let fill = (ENOUGH / (pass.batch * pass.heads * groups).max(1)).max(1);
+    let shares = pass.tokens.div_ceil(2 * tile * stripes).clamp(1, fill.min(MOST_PARTS));
     let narrow = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
     // A place far outside the segment behaves as one just outside, and sums with it must not overflow.
     let edge = 1i64 << 30;
@@ -106,8 +115,15 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
         narrow((pass.window as i64).min(edge)),
         i32::from(pass.causal),
         i32::from(pass.masked),
+        units as i32,
+        groups as i32,
     ];
     let int = |n: usize| Value::Int(n as i32);
+    // Without a second band its bits are those of the first, and it has no channels.
+    let more = |form: Form| {
+        let (bits, dim) = form.second.unwrap_or((form.bits, 0));
+        (usize::from(bits), dim)
+    };
     let template = vec![
         ("KGRID", Value::Int(keys.kind as i32)),
         ("KBITS", int(keys.bits.into())),
@@ -115,6 +131,10 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
         ("VBITS", int(values.bits.into())),
         ("DIM", int(keys.dim)),
         ("VDIM", int(values.dim)),
+        ("KBITS2", int(more(keys).0)),
+        ("DIM2", int(more(keys).1)),
+        ("VBITS2", int(more(values).0)),
+        ("VDIM2", int(more(values).1)),
         ("GQA", int(gqa)),
     ];
     let rows = [pass.batch, pass.heads * pass.group, pass.queries, shares];
@@ -122,10 +142,10 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 8]
     let launch = Launch {
         source: &ATTEND,
         template,
-        grid: [WIDTH * shares, group[1] * pass.heads, pass.batch],
+        grid: [WIDTH * shares, group[1] * pass.heads * groups, pass.batch],
         group,
         outputs: vec![
-            (Element::F32, [&rows[..], &[values.dim]].concat()),
+            (Element::F32, [&rows[..], &[values.channels()]].concat()),
             (Element::F32, [&rows[..], &[2]].concat()),
         ],
     };
@@ -157,6 +177,99 @@ pub fn merge(
     (launch, counts)
 }
 
+/// What of a frame and a rotation there is: a centre, a gain, an order, a rotation.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Turn {
+    /// A centre.
+    pub centre: bool,
+    /// Gains of channels.
+    pub gain: bool,
+    /// An order of channels.
+    pub order: bool,
+    /// A rotation, and the orders of the factors of its bands.
+    pub rotation: Option<[usize; 2]>,
+}
+
+/// Sizes of the kernels around attention: rows [B, Hq, L], and query heads of a KV head.
+#[derive(Clone, Copy, Debug)]
+pub struct Around {
+    /// Sequences, query heads, query tokens.
+    pub rows: [usize; 3],
+    /// Query heads of a KV head.
+    pub group: usize,
+}
+
+impl Around {
+    /// The first seven entries of `place`.
+    fn place(self, turn: Turn) -> [i32; 7] {
+        let flag = i32::from;
+        let [_, heads, queries] = self.rows;
+        let sizes = [queries as i32, heads as i32, self.group as i32];
+        let flags = [turn.centre, turn.gain, turn.order, turn.rotation.is_some()].map(flag);
+        std::array::from_fn(|i| if i < 3 { sizes[i] } else { flags[i - 3] })
+    }
+
+    /// Threads, one a channel, and the template.
+    fn launch(self, form: Form, turn: Turn) -> (usize, Vec<(&'static str, Value)>) {
+        let threads = form.channels().next_multiple_of(WIDTH);
+        let [order, order2] = turn.rotation.unwrap_or([1; 2]);
+        let values = [
+            ("DIM", form.dim),
+            ("DIM2", form.second.map_or(0, |(_, dim)| dim)),
+            ("ORDER", order),
+            ("ORDER2", order2),
+        ];
+        (threads, values.map(|(name, n)| (name, Value::Int(n as i32))).to_vec())
+    }
+}
+
+/// Queries [B, Hq, L, D] into the domain of keys, and the array `place`.
+pub fn enter(form: Form, turn: Turn, around: Around) -> (Launch, [i32; 7]) {
+    let (threads, template) = around.launch(form, turn);
+    let [batch, heads, queries] = around.rows;
+    let launch = Launch {
+        source: &ENTER,
+        template,
+        grid: [threads * batch * heads * queries, 1, 1],
+        group: [threads, 1, 1],
+        outputs: vec![
+            (Element::F32, vec![batch, heads, queries, form.channels()]),
+            (Element::F32, vec![batch, heads, queries, 1]),
+        ],
+    };
+    (launch, around.place(turn))
+}
+
+/// Joins `parts` shares of a segment and of two more of exact rows, and the array `place`; `None` for too many shares.
+pub fn finish(
+    form: Form,
+    turn: Turn,
+    around: Around,
+    parts: [usize; 3],
+    (out, sinks): (Element, bool),
+) -> Option<(Launch, [i32; 11])> {
+    if parts.iter().sum::<usize>() > MOST_PARTS || form.channels() > super::MOST_CHANNELS {
+        return None;
+    }
+    let (threads, mut template) = around.launch(form, turn);
+    template.push(("OUT", Value::Type(out)));
+    let [batch, heads, queries] = around.rows;
+    let launch = Launch {
+        source: &FINISH,
+        template,
+        grid: [threads * batch * heads * queries, 1, 1],
+        group: [threads, 1, 1],
+        outputs: vec![(out, vec![batch, heads, queries, form.channels()])],
+    };
+    let before = around.place(turn);
+    let place = std::array::from_fn(|i| match i {
+        0..7 => before[i],
+        7..10 => parts[i - 7] as i32,
+        _ => i32::from(sinks),
+    });
+    Some((launch, place))
+}
+
 /// Unpacks rows [B, H, T, D] in the rotated domain.
 pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: Element) -> Launch {
     Launch {
@@ -167,8 +280,8 @@ pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: Element) 
             ("DIM", Value::Int(form.dim as i32)),
             ("OUT", Value::Type(out)),
         ],
-        grid: [WIDTH * tokens.div_ceil(FILLED), FILLED * heads, batch],
-        group: [WIDTH, FILLED, 1],
+        grid: [WIDTH * tokens.div_ceil(SIMDGROUPS), SIMDGROUPS * heads, batch],
+        group: [WIDTH, SIMDGROUPS, 1],
         outputs: vec![(out, vec![batch, heads, tokens, form.dim])],
     }
 }
