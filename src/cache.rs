@@ -12,6 +12,7 @@
 mod append;
 mod batch;
 mod capacity;
+mod config;
 mod consistent;
 mod draft;
 mod heads;

@@ -1,6 +1,7 @@
 //! A recipe: how the keys and values of a cache are packed, and which tokens stay exact. Named presets are the README's table.
 
 mod head_dim;
+mod name;
 
 use crate::error::{Error, Result};
 use crate::math::rng;

@@ -7,6 +7,7 @@
 //! A checksum is 16 hexadecimal digits of the 64-bit XXH3 of the tensor's dtype and shape as text, `F16[1, 2, 40, 64]`, and its
 //! bytes after them. The metadata entry `turbomoq.checksum` is the XXH3 of the manifest's text. Version 1 had no checksums.
 
+mod cost;
 mod manifest;
 mod origin;
 mod parked;
