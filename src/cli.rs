@@ -10,8 +10,12 @@ mod compare;
 mod compress;
 mod inspect;
 mod plan;
+mod recipes;
 mod restore;
 mod say;
+mod screen;
+#[cfg(test)]
+mod screens;
 #[cfg(unix)]
 mod serve;
 #[cfg(unix)]
@@ -20,13 +24,13 @@ mod top;
 mod tune;
 mod verify;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use indicatif::{ProgressBar, ProgressStyle};
 use say::{complain, say};
+use screen::{AnyAnswer, Wishes};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use turbomoq::Engine;
-use turbomoq::PRESETS;
 use turbomoq::internals::recipe;
 use turbomoq::prompt_cache::{Layer, PromptCache};
 use turbomoq::{Recipe, Result};
@@ -38,6 +42,8 @@ use turbomoq::{Recipe, Result};
     about = "Packs the KV cache of a language model, and attends on the packed form"
 )]
 struct Cli {
+    #[command(flatten)]
+    wishes: Wishes,
     #[command(subcommand)]
     command: Command,
 }
@@ -74,8 +80,18 @@ enum Command {
     #[cfg(feature = "mlx")]
     /// Time both engines on this machine, for `--engine auto`
     Tune(tune::Arguments),
-    /// List the presets
-    Recipes,
+    /// List the presets, or explain one recipe
+    Recipes(recipes::Arguments),
+    /// Write the completions of a shell to standard output
+    Completions {
+        /// The shell
+        shell: clap_complete::Shell,
+    },
+    /// Write a man page for each command into a folder
+    Man {
+        /// The folder, which must be there
+        folder: PathBuf,
+    },
 }
 
 /// How keys and values are packed.
@@ -162,41 +178,54 @@ impl EngineName {
 
 /// Runs the command line and says with which code to exit.
 pub fn run() -> ExitCode {
-    let result = match Cli::parse().command {
-        Command::Compress(arguments) => compress::run(&arguments),
-        Command::Restore(arguments) => restore::run(&arguments),
-        Command::Inspect(arguments) => inspect::run(&arguments),
-        Command::Verify(arguments) => verify::run(&arguments),
-        Command::Compare(arguments) => compare::run(&arguments),
-        Command::Calibrate(arguments) => calibrate::run(&arguments),
-        Command::Plan(arguments) => plan::run(&arguments),
-        Command::Capacity(arguments) => capacity::run(&arguments),
-        #[cfg(unix)]
-        Command::Serve(arguments) => serve::run(&arguments),
-        #[cfg(unix)]
-        Command::Top(arguments) => top::top(&arguments),
-        #[cfg(unix)]
-        Command::Stats(arguments) => top::stats(&arguments),
-        Command::Bench(arguments) => bench::run(&arguments),
-        #[cfg(feature = "mlx")]
-        Command::Tune(arguments) => tune::run(&arguments),
-        Command::Recipes => {
-            let mut table = table(&["preset", "what it is", "recipe at 4 bits"]);
-            for (name, what) in PRESETS {
-                let recipe = name.parse::<Recipe>().map_or_else(|e| e.to_string(), |r| r.to_string());
-                table.add_row([name, what, &recipe]);
+    let Cli { wishes, command } = Cli::parse();
+    // A command that fails has printed nothing: everything is computed before the first line.
+    match compute(command, wishes) {
+        Ok(answer) => {
+            if let Some(answer) = answer {
+                screen::print(wishes, &*answer);
             }
-            say!("{table}");
-            Ok(())
+            ExitCode::SUCCESS
         }
-    };
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             complain!("turbomoq: {error}");
             ExitCode::FAILURE
         }
     }
+}
+
+/// What a command has to say; `None` of one that has written for itself.
+fn compute(command: Command, wishes: Wishes) -> Result<Option<Box<dyn AnyAnswer>>> {
+    Ok(Some(match command {
+        Command::Compress(arguments) => Box::new(compress::compute(&arguments)?),
+        Command::Restore(arguments) => Box::new(restore::compute(&arguments)?),
+        Command::Inspect(arguments) => Box::new(inspect::compute(&arguments)?),
+        Command::Verify(arguments) => Box::new(verify::compute(&arguments)?),
+        Command::Compare(arguments) => Box::new(compare::compute(&arguments)?),
+        Command::Calibrate(arguments) => Box::new(calibrate::compute(&arguments)?),
+        Command::Plan(arguments) => Box::new(plan::compute(&arguments)?),
+        Command::Capacity(arguments) => Box::new(capacity::compute(&arguments)?),
+        #[cfg(unix)]
+        Command::Stats(arguments) => Box::new(top::stats(&arguments)?),
+        Command::Bench(arguments) => Box::new(bench::compute(&arguments)?),
+        #[cfg(feature = "mlx")]
+        Command::Tune(arguments) => Box::new(tune::compute(&arguments)?),
+        Command::Recipes(arguments) => Box::new(recipes::compute(&arguments)?),
+        #[cfg(unix)]
+        Command::Serve(arguments) => return serve::run(&arguments, wishes).map(|()| None),
+        #[cfg(unix)]
+        Command::Top(arguments) => return top::top(&arguments, wishes).map(|()| None),
+        Command::Completions { shell } => {
+            let mut script = vec![];
+            clap_complete::generate(shell, &mut Cli::command(), "turbomoq", &mut script);
+            say!("{}", String::from_utf8_lossy(&script));
+            return Ok(None);
+        }
+        Command::Man { folder } => {
+            let written = clap_mangen::generate_to(Cli::command(), &folder);
+            return written.map(|()| None).map_err(|source| turbomoq::Error::Io { path: folder, source });
+        }
+    }))
 }
 
 /// A progress bar on standard error, drawn only on a terminal.
@@ -207,12 +236,6 @@ fn progress(total: usize, what: &'static str) -> ProgressBar {
         Ok(style) => bar.with_style(style),
         Err(_) => bar,
     }
-}
-
-fn table(header: &[&str]) -> comfy_table::Table {
-    let mut table = comfy_table::Table::new();
-    table.load_style(comfy_table::presets::UTF8_HORIZONTAL_ONLY).set_header(header);
-    table
 }
 
 /// Bytes that a person wrote: `8GiB`, `16GB`, `512MiB`, or a plain number.
@@ -254,11 +277,4 @@ fn bytes(n: impl TryInto<u64>) -> String {
 fn beside(input: &Path, ending: &str) -> PathBuf {
     let stem = input.file_stem().unwrap_or(input.as_os_str()).to_string_lossy().into_owned();
     input.with_file_name(format!("{stem}{ending}"))
-}
-
-fn print_json(value: &impl serde::Serialize) {
-    match serde_json::to_string_pretty(value) {
-        Ok(text) => say!("{text}"),
-        Err(error) => complain!("turbomoq: {error}"),
-    }
 }

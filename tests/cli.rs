@@ -118,7 +118,7 @@ fn layers_at_different_tokens_are_shown_and_packed_only_if_that_is_meant() {
 fn compress_inspect_and_restore() {
     let place = Place::new();
     let text = place.good("compress in.safetensors");
-    for word in ["30 of 30 layers", "recipe: key=", "in.tmq", "cpu engine"] {
+    for word in ["30 of 30 layers", "best@4", "in.tmq", "cpu engine", "32,768"] {
         assert!(text.contains(word), "{word:?} is not in: {text}");
     }
     let figures = place
@@ -186,7 +186,7 @@ fn verify_says_what_every_layer_lost() {
     );
 
     let table = place.good("verify in.safetensors --bits 3");
-    for word in ["logit correlation", "mean", "recipe: key=", "ratio"] {
+    for word in ["logit correlation", "mean", "recipe: best@3", "ratio"] {
         assert!(table.contains(word), "{word:?} is not in: {table}");
     }
     // Queries from a file: rows of zeros correlate with nothing, so they must change the figure of their layer and no other.
@@ -348,6 +348,68 @@ fn bench_checks_before_it_times_and_draws_what_it_timed() {
     assert!(table.contains("checks passed") && table.contains("exact fp16"), "{table}");
     place.bad("bench --heads 0", 1, &["heads = 0"]);
     place.bad("bench --recipes nothing@4", 1, &["nothing"]);
+}
+
+#[test]
+fn screens_have_no_colour_and_the_columns_that_are_asked_for() {
+    let place = Place::new();
+    place.good("compress in.safetensors");
+    let widest = |arguments: &str, columns: Option<&str>| {
+        let mut command = Command::new(env!("CARGO_BIN_EXE_turbomoq"));
+        command.current_dir(place.0.path()).args(arguments.split_whitespace()).env("CLICOLOR_FORCE", "1");
+        match columns {
+            Some(columns) => command.env("COLUMNS", columns),
+            None => command.env_remove("COLUMNS"),
+        };
+        let text = String::from_utf8(command.output().unwrap().stdout).unwrap();
+        assert!(!text.contains('\u{1b}'), "{text}");
+        text.lines().map(|line| line.chars().count()).max().unwrap()
+    };
+    for arguments in ["inspect in.tmq", "recipes", "capacity", "compress in.safetensors --recipe best@2"] {
+        assert!(widest(arguments, Some("80")) <= 80, "{arguments}");
+        assert!(widest(arguments, Some("40")) <= 40, "{arguments}");
+    }
+    // Into a pipe lines are whole.
+    assert!(widest("recipes", None) > 100);
+    assert!(widest("recipes", Some("nonsense")) > 100);
+}
+
+#[test]
+fn shells_and_manuals_know_every_command() {
+    let place = Place::new();
+    for shell in ["bash", "zsh", "fish", "powershell", "elvish"] {
+        let script = place.good(&format!("completions {shell}"));
+        assert!(script.contains("compress") && script.contains("recipe"), "{shell}");
+    }
+    std::fs::create_dir(place.path("man")).unwrap();
+    place.good("man man");
+    let page = std::fs::read_to_string(place.path("man/turbomoq-capacity.1")).unwrap();
+    assert!(page.contains("config.json"), "{page}");
+    place.bad("man nowhere", 1, &["nowhere"]);
+}
+
+#[test]
+fn a_configuration_says_what_fits_beside_its_weights() {
+    let place = Place::new();
+    let config = r#"{"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}"#;
+    std::fs::write(place.path("config.json"), config).unwrap();
+    // The sample lies beside it and counts as weights.
+    let beside = std::fs::metadata(place.path("in.safetensors")).unwrap().len();
+    let budget = |output: &Value| output["rows"][0]["budget"].as_u64().unwrap();
+    let found = place.json("capacity --config config.json --memory 1GB --reserve 0GB");
+    assert_eq!(budget(&found), 1_000_000_000 - beside);
+    let given = place.json("capacity --config config.json --weights 100MB --memory 1GB --reserve 0GB");
+    assert_eq!(budget(&given), 900_000_000);
+    // 30 layers x 3 heads x 64 channels x 2 sides x 2 bytes a token, in buffers that grow in steps of up to a quarter.
+    let (fp16, most) = (given["rows"][0]["context"].as_u64().unwrap(), 900_000_000 / 23_040);
+    assert!((most * 3 / 4..=most).contains(&fp16), "{fp16} of {most}");
+    std::fs::write(place.path("bad.json"), "{}").unwrap();
+    place.bad("capacity --config bad.json --weights 1GB", 1, &["bad.json", "is missing"]);
+    place.bad("capacity --config nowhere.json --weights 1GB", 1, &["nowhere.json"]);
+    std::fs::create_dir(place.path("alone")).unwrap();
+    std::fs::copy(place.path("config.json"), place.path("alone/config.json")).unwrap();
+    place.bad("capacity --config alone/config.json", 1, &["alone/config.json", "--weights"]);
+    place.bad("capacity --config config.json --model qwen3-8b", 2, &["--model"]);
 }
 
 /// Commands that print without a server, on the sample.

@@ -5,8 +5,7 @@
 
 mod chart;
 
-use super::say::say;
-use super::{bytes, print_json, table};
+use super::screen::{Answer, Page, Table, mib};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
@@ -43,9 +42,6 @@ pub struct Arguments {
     /// Milliseconds for each cell of the table
     #[arg(long, default_value_t = 300)]
     budget_ms: u64,
-    /// Print as JSON
-    #[arg(long)]
-    json: bool,
     /// Draw the times into this SVG file
     #[arg(long)]
     svg: Option<PathBuf>,
@@ -53,47 +49,49 @@ pub struct Arguments {
 
 /// One cell: an engine, a recipe, a length.
 #[derive(Serialize)]
-struct Cell {
-    engine: &'static str,
-    recipe: String,
-    tokens: usize,
+pub struct Cell {
+    pub engine: &'static str,
+    pub recipe: String,
+    pub tokens: usize,
     /// Fastest of the runs.
-    ms: f64,
+    pub ms: f64,
     /// Time on exact rows over this time, on the same engine.
-    times_exact: f64,
-    bytes: usize,
+    pub times_exact: f64,
+    pub bytes: usize,
     /// Packed and exact bytes of the cache read in a second.
-    gb_per_s: f64,
+    pub gb_per_s: f64,
 }
 
+/// What an engine gives beside the reference.
 #[derive(Serialize)]
-struct Check {
-    engine: &'static str,
-    recipe: String,
+pub struct Check {
+    pub engine: &'static str,
+    pub recipe: String,
     /// Greatest difference to the reference over the greatest value.
-    error: f64,
-    bound: f64,
+    pub error: f64,
+    pub bound: f64,
 }
 
 /// The least length from which packed rows are the faster ones at every length tried.
 #[derive(Serialize)]
-struct FasterFrom {
-    engine: &'static str,
-    recipe: String,
-    tokens: Option<usize>,
+pub struct FasterFrom {
+    pub engine: &'static str,
+    pub recipe: String,
+    pub tokens: Option<usize>,
 }
 
+/// Checks and times.
 #[derive(Serialize)]
-struct Output {
-    batch: usize,
-    heads: usize,
-    group: usize,
-    head_dim: usize,
-    threads: usize,
-    gpu: bool,
-    checks: Vec<Check>,
-    cells: Vec<Cell>,
-    crossovers: Vec<FasterFrom>,
+pub struct Output {
+    pub batch: usize,
+    pub heads: usize,
+    pub group: usize,
+    pub head_dim: usize,
+    pub threads: usize,
+    pub gpu: bool,
+    pub checks: Vec<Check>,
+    pub cells: Vec<Cell>,
+    pub crossovers: Vec<FasterFrom>,
 }
 
 /// The name of what the recipes are compared with.
@@ -105,8 +103,8 @@ const BOUNDS: [f64; 2] = [3e-3, 3e-2];
 /// Tokens appended at once.
 const PIECE: usize = 2048;
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// Checks, times and draws.
+pub fn compute(arguments: &Arguments) -> Result<Output> {
     let mut recipes = vec![(EXACT.to_string(), None)];
     for name in &arguments.recipes {
         recipes.push((name.clone(), Some(name.parse::<Recipe>()?)));
@@ -150,12 +148,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let cells = output.cells.iter().map(|c| (format!("{}, {}", c.engine, c.recipe), c.tokens, c.ms));
         chart::draw(path, &cells.collect::<Vec<_>>())?;
     }
-    if arguments.json {
-        print_json(&output);
-    } else {
-        print(&output);
-    }
-    Ok(())
+    Ok(output)
 }
 
 fn in_range(field: &'static str, n: usize) -> Result<()> {
@@ -331,38 +324,44 @@ fn compare(output: &mut Output, recipes: &[&str]) {
     }
 }
 
-fn print(output: &Output) {
-    let worst = output.checks.iter().map(|c| c.error / c.bound).fold(0.0, f64::max);
-    say!(
-        "{} x {} query heads on {} KV heads of {} channels, {} threads, {}; {} checks passed, the worst at {:.0} % of its bound",
-        output.batch,
-        output.heads * output.group,
-        output.heads,
-        output.head_dim,
-        output.threads,
-        if output.gpu { "MLX on a GPU" } else { "no GPU" },
-        output.checks.len(),
-        100.0 * worst
-    );
-    let mut times = table(&["engine", "recipe", "tokens", "ms", "x exact", "bytes", "GB/s"]);
-    for c in &output.cells {
-        times.add_row([
-            c.engine.to_string(),
-            c.recipe.clone(),
-            c.tokens.to_string(),
-            format!("{:.3}", c.ms),
-            format!("{:.2}", c.times_exact),
-            bytes(c.bytes),
-            format!("{:.2}", c.gb_per_s),
-        ]);
-    }
-    say!("{times}");
-    for c in &output.crossovers {
-        match c.tokens {
-            Some(tokens) => {
-                say!("{}, {}: faster than exact rows from {tokens} tokens on", c.engine, c.recipe)
+impl Answer for Output {
+    fn show(&self, page: &mut Page) {
+        let worst = self.checks.iter().map(|c| c.error / c.bound).fold(0.0, f64::max);
+        page.line(format_args!(
+            "{} x {} query heads on {} KV heads of {} channels, {} threads, {}; {} checks passed, the worst at {:.0} % of its bound",
+            self.batch,
+            self.heads * self.group,
+            self.heads,
+            self.head_dim,
+            self.threads,
+            if self.gpu { "MLX on a GPU" } else { "no GPU" },
+            self.checks.len(),
+            100.0 * worst
+        ));
+        page.gap();
+        let mut times = Table::new(&["engine", "recipe", ">tokens", ">ms", ">x exact", ">MiB", ">GB/s"]);
+        for c in &self.cells {
+            times.row([
+                c.engine.to_string(),
+                c.recipe.clone(),
+                c.tokens.to_string(),
+                format!("{:.3}", c.ms),
+                format!("{:.2}", c.times_exact),
+                mib(c.bytes),
+                format!("{:.2}", c.gb_per_s),
+            ]);
+        }
+        page.table(&times);
+        page.gap();
+        for c in &self.crossovers {
+            let (engine, recipe) = (c.engine, &c.recipe);
+            match c.tokens {
+                Some(tokens) => page
+                    .line(format_args!("{engine}, {recipe}: faster than exact rows from {tokens} tokens on")),
+                None => page.line(format_args!(
+                    "{engine}, {recipe}: not faster than exact rows at the greatest length"
+                )),
             }
-            None => say!("{}, {}: not faster than exact rows at the greatest length", c.engine, c.recipe),
         }
     }
 }

@@ -2,8 +2,7 @@
 //! recipe.
 
 use super::calibrate::Scored;
-use super::say::say;
-use super::{print_json, table};
+use super::screen::{Answer, Page, Table, commas};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use turbomoq::BitPlan;
@@ -13,6 +12,9 @@ use turbomoq::allocation::{loss, plan};
 use turbomoq::archive::{parked_bytes, plan_within};
 use turbomoq::policy::ModelShape;
 use turbomoq::{Error, Recipe, Result};
+
+/// Columns of a head's name before its bars.
+const MARGIN: usize = 11;
 
 /// The part of the arguments that concerns a budget.
 #[derive(clap::Args)]
@@ -56,8 +58,9 @@ enum Rule {
     Hubs,
 }
 
+/// Bits of every layer, head and side.
 #[derive(Serialize)]
-struct Output {
+pub struct Output {
     source: String,
     shape: ModelShape,
     budget: f64,
@@ -71,6 +74,10 @@ struct Output {
     loss: f64,
     uniform_loss: f64,
     recipe: Recipe,
+    #[serde(skip)]
+    plan: BitPlan,
+    #[serde(skip)]
+    uniform: u8,
 }
 
 #[derive(Serialize)]
@@ -80,14 +87,13 @@ struct Parked {
     bits: f64,
 }
 
-/// Runs the command for a budget; `tokens` are those of a parked cache.
-pub fn run(
+/// Spreads a budget; `tokens` are those of a parked cache.
+pub fn compute(
     input: Option<&Path>,
     recipe: &Recipe,
     tokens: usize,
     arguments: &Arguments,
-    json: bool,
-) -> Result<()> {
+) -> Result<Output> {
     let budget = arguments.budget.or(arguments.stored).unwrap_or_default();
     let cache = input.map(Scored::read).transpose()?;
     let calibration = match (&arguments.calibration, &cache) {
@@ -135,7 +141,7 @@ pub fn run(
     let planned = Recipe { plan: Some(plan.clone()), ..recipe.clone() };
     // Heads of one layer with widths of their own are for live caches only.
     let parked = parked_bytes(&planned, &shape, tokens).ok();
-    let output = Output {
+    Ok(Output {
         source: calibration.source().into(),
         shape,
         budget,
@@ -146,42 +152,62 @@ pub fn run(
         loss: loss(&parts, &widths),
         uniform_loss: loss(&parts, &vec![uniform; parts.len()]),
         recipe: planned,
-    };
-    if json {
-        print_json(&output);
-    } else {
-        print(&output, &plan, uniform);
-    }
-    Ok(())
+        plan,
+        uniform,
+    })
 }
 
-fn print(output: &Output, plan: &BitPlan, uniform: u8) {
-    let ModelShape { layers, kv_heads, .. } = output.shape;
-    say!("prices: {}", output.source);
-    let mut rows = table(&["layer", "key bits", "", "value bits", ""]);
-    for layer in 0..layers {
-        let side = |side: Side| -> (String, String) {
-            let bits: Vec<u8> = (0..kv_heads).filter_map(|h| plan.side(side).head(layer, h)).collect();
-            let text = bits.iter().map(u8::to_string).collect::<Vec<_>>().join(" ");
-            (text, bits.iter().map(|&b| bar(b)).collect())
-        };
-        let ((keys, key_bars), (values, value_bars)) = (side(Side::Key), side(Side::Value));
-        rows.add_row([layer.to_string(), keys, key_bars, values, value_bars]);
+impl Answer for Output {
+    fn show(&self, page: &mut Page) {
+        page.line(format_args!("prices: {}", self.source));
+        for side in [Side::Key, Side::Value] {
+            page.gap();
+            self.show_side(page, side);
+        }
+        page.gap();
+        page.line(format_args!(
+            "{:.3} bits a key and {:.3} a value of the codes; loss by the table {:.3e}, with {} bits everywhere {:.3e}",
+            self.mean[0], self.mean[1], self.loss, self.uniform, self.uniform_loss
+        ));
+        if let Some(Parked { tokens, bytes, bits }) = self.parked {
+            page.line(format_args!(
+                "{bits:.3} stored bits a value in a parked cache of {} tokens ({} bytes), everything counted",
+                commas(tokens),
+                commas(bytes)
+            ));
+        }
+        page.gap();
+        page.line("recipe:");
+        page.line(self.recipe.name());
     }
-    say!("{rows}");
-    say!(
-        "{:.3} bits a key and {:.3} a value of the codes; loss by the table {:.3e}, with {uniform} bits everywhere {:.3e}",
-        output.mean[0],
-        output.mean[1],
-        output.loss,
-        output.uniform_loss
-    );
-    if let Some(Parked { tokens, bytes, bits }) = output.parked {
-        say!(
-            "{bits:.3} stored bits a value in a parked cache of {tokens} tokens ({bytes} bytes), everything counted"
-        );
+}
+
+impl Output {
+    /// The bits of a side: bars in a block with a column for each layer and a row for each head, or all numbers.
+    fn show_side(&self, page: &mut Page, side: Side) {
+        let ModelShape { layers, kv_heads, .. } = self.shape;
+        let bits = |layer: usize, head: usize| self.plan.side(side).head(layer, head).unwrap_or_default();
+        if page.verbose {
+            let mut table = Table::new(&["layer".to_string(), format!("{side} bits of each KV head")]);
+            for layer in 0..layers {
+                let row: Vec<String> = (0..kv_heads).map(|head| bits(layer, head).to_string()).collect();
+                table.row([layer.to_string(), row.join(" ")]);
+            }
+            return page.table(&table);
+        }
+        let uniform = (0..layers).all(|layer| (1..kv_heads).all(|head| bits(layer, head) == bits(layer, 0)));
+        let heads = if uniform { 1 } else { kv_heads };
+        let room = page.width().unwrap_or(usize::MAX).saturating_sub(MARGIN).max(1);
+        for start in (0..layers).step_by(room) {
+            let end = layers.min(start + room);
+            page.line(format_args!("{side} bits, layers {start} to {}, ▁ 1 to █ 8", end - 1));
+            for head in 0..heads {
+                let name = if uniform { "all heads".into() } else { format!("head {head}") };
+                let bars: String = (start..end).map(|layer| bar(bits(layer, head))).collect();
+                page.as_is(format_args!("{name:<MARGIN$}{bars}"));
+            }
+        }
     }
-    say!("{}", output.recipe);
 }
 
 /// A bar as high as the bits.

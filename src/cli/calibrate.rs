@@ -3,7 +3,8 @@
 //! Without the model nobody can measure what noise does to its answers, so the heads are scored. Where the model itself can run,
 //! measure: `cargo run --release --example smollm2 -- calibrate`.
 
-use super::say::say;
+use super::screen::{Answer, Page};
+use serde::Serialize;
 use std::path::{Path, PathBuf};
 use turbomoq::allocation::HeadScores;
 use turbomoq::allocation::calibration::{Calibration, score_heads};
@@ -22,13 +23,26 @@ pub struct Arguments {
     out: PathBuf,
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// The table that was written.
+#[derive(Serialize)]
+pub struct Calibrated {
+    output: PathBuf,
+    source: String,
+    shape: ModelShape,
+}
+
+impl Answer for Calibrated {
+    fn show(&self, page: &mut Page) {
+        page.line(format_args!("{}: {}", self.output.display(), self.source));
+    }
+}
+
+/// Scores the heads and writes the table.
+pub fn compute(arguments: &Arguments) -> Result<Calibrated> {
     files::distinct(&arguments.input, &arguments.out)?;
     let table = Scored::read(&arguments.input)?.table()?;
     files::replace(&arguments.out, &[&table.to_bytes()?])?;
-    say!("{}: {}", arguments.out.display(), table.source());
-    Ok(())
+    Ok(Calibrated { output: arguments.out.clone(), source: table.source().into(), shape: *table.shape() })
 }
 
 /// Keys and values of the layers that have plain ones, and their shape.

@@ -5,9 +5,10 @@
 //! The original's table stands beside it, each of its figures checked against its own layout: keys and values in half precision of all
 //! layers, 2.5 stored bits for what it calls 2 bits.
 
-use super::say::say;
-use super::{Size, bytes, print_json, table};
+use super::screen::{Answer, Page, Table, commas, runs};
+use super::{Size, bytes};
 use serde::Serialize;
+use std::path::{Path, PathBuf};
 use turbomoq::archive::parked_model_bytes;
 use turbomoq::cache::{Claim, Model, ModelPlan, models};
 use turbomoq::policy::TierPolicy;
@@ -28,19 +29,41 @@ pub struct Arguments {
     /// Models [default: all that are known]
     #[arg(long)]
     model: Vec<String>,
+    /// A model by its config.json, as Hugging Face and mlx-lm have it
+    #[arg(long, value_name = "FILE", conflicts_with = "model")]
+    config: Option<PathBuf>,
+    /// Bytes of that model's weights [default: of the safetensors files beside the config.json]
+    #[arg(long, value_name = "BYTES", requires = "config")]
+    weights: Option<Size>,
     /// Recipes [default: best@4, best@2, and without window best@2.5/2]
     #[arg(long)]
     recipe: Vec<String>,
     /// Tokens of the contexts for which agents are counted
     #[arg(long, value_delimiter = ',', default_values_t = [4096, 12288])]
     agents: Vec<usize>,
-    /// Print as JSON
+    /// Also the original's own table, checked against its layout
     #[arg(long)]
-    json: bool,
+    original: bool,
 }
 
+/// What fits.
 #[derive(Serialize)]
-struct CapacityLine {
+pub struct Output {
+    /// Bytes of the machine.
+    memory: usize,
+    /// Bytes that are not for model and cache.
+    reserve: usize,
+    rows: Vec<CapacityLine>,
+    original: Vec<Checked>,
+    #[serde(skip)]
+    lengths: Vec<usize>,
+    #[serde(skip)]
+    show_original: bool,
+}
+
+/// One model and recipe.
+#[derive(Serialize)]
+pub struct CapacityLine {
     model: String,
     budget: usize,
     recipe: String,
@@ -50,6 +73,7 @@ struct CapacityLine {
     agents: Vec<Agents>,
 }
 
+/// Agents with contexts of one length.
 #[derive(Serialize)]
 struct Agents {
     /// Context of each.
@@ -60,8 +84,9 @@ struct Agents {
     parked: Option<usize>,
 }
 
+/// A row of the original's table.
 #[derive(Serialize)]
-struct Checked {
+pub struct Checked {
     model: String,
     claim: Claim,
     /// What follows from the original's own layout: half precision, and 2.5 bits.
@@ -70,9 +95,12 @@ struct Checked {
     holds: [bool; 2],
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
-    let known = models()?;
+/// Counts.
+pub fn compute(arguments: &Arguments) -> Result<Output> {
+    let known = match &arguments.config {
+        Some(path) => vec![read_config(path, arguments.weights)?],
+        None => models()?,
+    };
     let chosen: Vec<&Model> = match &arguments.model[..] {
         [] => known.iter().collect(),
         names => names.iter().map(|name| find(&known, name)).collect::<Result<_>>()?,
@@ -105,17 +133,54 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         };
         add("fp16", &"uniform@16/16".parse()?, &TierPolicy::None)?;
         for recipe in &recipes {
-            add(recipe, &recipe.parse()?, &TierPolicy::None)?;
+            let recipe: Recipe = recipe.parse()?;
+            add(&recipe.name(), &recipe, &TierPolicy::None)?;
         }
-        add("best, progressive tiers", &"best".parse()?, &"progressive".parse()?)?;
+        add("best@4, progressive", &"best".parse()?, &"progressive".parse()?)?;
     }
-    let claims: Vec<Checked> = chosen.iter().filter_map(|model| check(model)).collect();
-    if arguments.json {
-        print_json(&serde_json::json!({ "memory": arguments.memory.0, "rows": rows, "original": claims }));
-    } else {
-        print(arguments, &rows, &claims);
+    Ok(Output {
+        memory: arguments.memory.0,
+        reserve: arguments.reserve.0,
+        rows,
+        original: chosen.iter().filter_map(|model| check(model)).collect(),
+        lengths: arguments.agents.clone(),
+        show_original: arguments.original,
+    })
+}
+
+/// A model by its configuration; the folder names it where the file does not.
+fn read_config(path: &Path, weights: Option<Size>) -> Result<Model> {
+    let text = std::fs::read_to_string(path).map_err(|source| Error::Io { path: path.into(), source })?;
+    let folder =
+        path.parent().map(|folder| if folder.as_os_str().is_empty() { Path::new(".") } else { folder });
+    let weights = match (weights, folder) {
+        (Some(size), _) => size.0 as u64,
+        (None, folder) => folder.map_or(Ok(0), weights_in)?,
+    };
+    if weights == 0 {
+        let reason = "there are no safetensors files beside it: give --weights, for example 4.5GB".into();
+        return Err(Error::Unsupported { field: "config", value: path.display().to_string(), reason });
     }
-    Ok(())
+    let full = folder.and_then(|folder| folder.canonicalize().ok());
+    let name = full
+        .as_deref()
+        .and_then(Path::file_name)
+        .map_or("model".into(), |n| n.to_string_lossy().into_owned());
+    Model::from_config(&name, &text, weights as f64)
+        .map_err(|error| Error::Format { path: path.into(), detail: error.to_string() })
+}
+
+/// Bytes of the safetensors files in a folder.
+fn weights_in(folder: &Path) -> Result<u64> {
+    let fail = |source| Error::Io { path: folder.into(), source };
+    let mut sum = 0;
+    for entry in std::fs::read_dir(folder).map_err(fail)? {
+        let path = entry.map_err(fail)?.path();
+        if path.extension().is_some_and(|ending| ending == "safetensors") {
+            sum += std::fs::metadata(&path).map_err(fail)?.len();
+        }
+    }
+    Ok(sum)
 }
 
 fn find<'a>(known: &'a [Model], name: &str) -> Result<&'a Model> {
@@ -137,49 +202,68 @@ fn check(model: &Model) -> Option<Checked> {
     Some(Checked { model: model.name.clone(), claim, follows, holds })
 }
 
-fn print(arguments: &Arguments, rows: &[CapacityLine], claims: &[Checked]) {
-    let kilo = |tokens: f64| format!("{:.0}K", tokens / 1e3);
-    say!(
-        "{} of memory, {} of them reserved; real bytes, everything counted",
-        bytes(arguments.memory.0 as u64),
-        bytes(arguments.reserve.0 as u64)
-    );
-    let mut header =
-        vec!["model".to_string(), "for the cache".into(), "recipe".into(), "live context".into()];
-    header.extend(arguments.agents.iter().flat_map(|t| [format!("live at {t}"), format!("parked at {t}")]));
-    let mut out = table(&header.iter().map(String::as_str).collect::<Vec<_>>());
-    for row in rows {
-        let mut cells =
-            vec![row.model.clone(), bytes(row.budget as u64), row.recipe.clone(), kilo(row.context as f64)];
-        let parked = |a: &Agents| a.parked.map_or("-".into(), |n| n.to_string());
-        cells.extend(row.agents.iter().flat_map(|a| [a.live.to_string(), parked(a)]));
-        out.add_row(cells);
+impl Answer for Output {
+    fn show(&self, page: &mut Page) {
+        page.line(format_args!(
+            "{} of memory, {} of it reserved, everything counted. Contexts in thousands of tokens; agents of so many tokens each, live / parked.",
+            bytes(self.memory as u64),
+            bytes(self.reserve as u64)
+        ));
+        page.gap();
+        let mut head = vec!["model".to_string(), "recipe".into(), ">context K".into()];
+        head.extend(self.lengths.iter().map(|tokens| format!(">at {}", commas(*tokens))));
+        let mut table = Table::new(&head);
+        for (first, last) in runs(&self.rows, |a, b| a.model == b.model) {
+            for (i, row) in self.rows[first..=last].iter().enumerate() {
+                // The model's name and what it leaves stand in the first two rows of its block.
+                let model = match i {
+                    0 => row.model.clone(),
+                    1 => format!("{} free", bytes(row.budget as u64)),
+                    _ => String::new(),
+                };
+                let parked = |a: &Agents| a.parked.map_or("-".into(), |n| n.to_string());
+                let mut cells = vec![model, row.recipe.clone(), kilo(row.context as f64)];
+                cells.extend(row.agents.iter().map(|a| format!("{} / {}", a.live, parked(a))));
+                table.row(cells);
+            }
+        }
+        page.table(&table);
+        if self.show_original && !self.original.is_empty() {
+            page.gap();
+            self.show_claims(page);
+        }
     }
-    say!("{out}");
-    if claims.is_empty() {
-        return;
-    }
-    say!("\nthe original's claims at 16 GB; * does not follow from its own layout");
-    let mut out = table(&[
-        "model",
-        "for the cache",
-        "fp16",
-        "follows",
-        "\"2 bits\"",
-        "at 2.5 bits follows",
-        "progressive",
-    ]);
-    for c in claims {
-        let mark = |tokens: f64, holds: bool| kilo(tokens) + if holds { "" } else { " *" };
-        out.add_row([
-            c.model.clone(),
-            bytes(c.claim.budget as u64),
-            mark(c.claim.fp16, c.holds[0]),
-            kilo(c.follows[0]),
-            mark(c.claim.two_bit, c.holds[1]),
-            kilo(c.follows[1]),
-            kilo(c.claim.progressive),
+}
+
+impl Output {
+    fn show_claims(&self, page: &mut Page) {
+        page.line("The original's claims at 16 GB in thousands of tokens, and what follows from its own layout (* does not):");
+        page.gap();
+        let mut table = Table::new(&[
+            "model",
+            ">for the cache GiB",
+            ">fp16",
+            ">follows",
+            ">\"2 bits\"",
+            ">at 2.5 bits follows",
+            ">progressive",
         ]);
+        for c in &self.original {
+            let mark = |tokens: f64, holds: bool| kilo(tokens) + if holds { "" } else { " *" };
+            table.row([
+                c.model.clone(),
+                format!("{:.2}", c.claim.budget / 1073741824.0),
+                mark(c.claim.fp16, c.holds[0]),
+                kilo(c.follows[0]),
+                mark(c.claim.two_bit, c.holds[1]),
+                kilo(c.follows[1]),
+                kilo(c.claim.progressive),
+            ]);
+        }
+        page.table(&table);
     }
-    say!("{out}");
+}
+
+fn kilo(tokens: f64) -> String {
+    format!("{:.0}", tokens / 1e3)
 }

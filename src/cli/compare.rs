@@ -1,8 +1,9 @@
 //! `turbomoq compare`: the recipes side by side on one real cache.
 
-use super::say::{complain, say};
+use super::EngineName;
+use super::say::complain;
+use super::screen::{Answer, Page, Table};
 use super::verify::{RoundTrip, rows};
-use super::{EngineName, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use turbomoq::Side;
@@ -46,13 +47,11 @@ pub struct Arguments {
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
-    /// Print as JSON
-    #[arg(long)]
-    json: bool,
 }
 
+/// The figures of one recipe.
 #[derive(Serialize)]
-struct Line {
+pub struct Line {
     recipe: String,
     key_cosine: f64,
     value_cosine: f64,
@@ -64,8 +63,12 @@ struct Line {
     decode_ms: f64,
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// The figures of all recipes.
+#[derive(Serialize)]
+pub struct Lines(Vec<Line>);
+
+/// Packs and unpacks with every recipe.
+pub fn compute(arguments: &Arguments) -> Result<Lines> {
     let cache = PromptCache::read(&arguments.input)?;
     let names: Vec<&str> = match arguments.recipes.is_empty() {
         true => RECIPES.to_vec(),
@@ -101,24 +104,26 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             Err(error) => return Err(error),
         }
     }
-    if arguments.json {
-        print_json(&lines);
-        return Ok(());
+    Ok(Lines(lines))
+}
+
+impl Answer for Lines {
+    fn show(&self, page: &mut Page) {
+        let mut head = vec!["recipe", ">key cosine", ">value cosine", ">key logits", ">bits K / V", ">ratio"];
+        head.extend(page.verbose.then_some(">pack / unpack ms"));
+        let mut table = Table::new(&head);
+        for l in &self.0 {
+            let mut cells = vec![
+                l.recipe.clone(),
+                format!("{:.4}", l.key_cosine),
+                format!("{:.4}", l.value_cosine),
+                format!("{:.4}", l.key_logit_correlation),
+                format!("{:.2} / {:.2}", l.key_bits, l.value_bits),
+                format!("{:.2}", l.ratio),
+            ];
+            cells.extend(page.verbose.then(|| format!("{:.0} / {:.0}", l.encode_ms, l.decode_ms)));
+            table.row(cells);
+        }
+        page.table(&table);
     }
-    let mut table =
-        table(&["recipe", "key cosine", "value cosine", "key logits", "bits K / V", "ratio", "ms"]);
-    table.load_style(comfy_table::presets::ASCII_MARKDOWN);
-    for l in &lines {
-        table.add_row([
-            l.recipe.clone(),
-            format!("{:.4}", l.key_cosine),
-            format!("{:.4}", l.value_cosine),
-            format!("{:.4}", l.key_logit_correlation),
-            format!("{:.2} / {:.2}", l.key_bits, l.value_bits),
-            format!("{:.2}", l.ratio),
-            format!("{:.0} / {:.0}", l.encode_ms, l.decode_ms),
-        ]);
-    }
-    say!("{table}");
-    Ok(())
 }

@@ -1,8 +1,8 @@
 //! `turbomoq plan`: what a tier policy decides for a cache of a given length, and what that costs in real bytes; with `--budget` or
 //! `--stored`, how bits are spread over heads.
 
-use super::say::say;
-use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
+use super::screen::{Answer, Page, Table, commas, mib};
+use super::{RecipeArguments, budget, bytes, calibrate};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -49,15 +49,16 @@ pub struct Arguments {
     measure: bool,
     #[command(flatten)]
     budget: budget::Arguments,
-    /// Print as JSON
-    #[arg(long)]
-    json: bool,
 }
 
+/// What a policy decides.
 #[derive(Serialize)]
-struct Output {
+pub struct Output {
     policy: TierPolicy,
+    /// The recipe in full.
     recipe: String,
+    /// Its short text.
+    name: String,
     shape: ModelShape,
     tokens: usize,
     parts: Vec<PlanPart>,
@@ -85,12 +86,30 @@ struct MeasuredLayer {
     attend_ms: f64,
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// What a policy decides, or how bits are spread.
+#[derive(Serialize)]
+#[serde(untagged)]
+pub enum Planned {
+    Tiers(Box<Output>),
+    Bits(Box<budget::Output>),
+}
+
+impl Answer for Planned {
+    fn show(&self, page: &mut Page) {
+        match self {
+            Planned::Tiers(output) => output.show(page),
+            Planned::Bits(output) => output.show(page),
+        }
+    }
+}
+
+/// Decides.
+pub fn compute(arguments: &Arguments) -> Result<Planned> {
     let recipe = arguments.recipe.recipe()?;
     if arguments.budget.budget.or(arguments.budget.stored).is_some() {
         let tokens = count("tokens", arguments.tokens.unwrap_or(PARKED))?;
-        return budget::run(arguments.input.as_deref(), &recipe, tokens, &arguments.budget, arguments.json);
+        let output = budget::compute(arguments.input.as_deref(), &recipe, tokens, &arguments.budget)?;
+        return Ok(Planned::Bits(Box::new(output)));
     }
     let policy: TierPolicy = arguments.policy.parse()?;
     let (shape, tokens) = shape(arguments)?;
@@ -105,8 +124,9 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         true => Some(measure(arguments, &policy, &shape, tokens)?),
         false => None,
     };
-    let output = Output {
+    Ok(Planned::Tiers(Box::new(Output {
         recipe: recipe.to_string(),
+        name: recipe.name(),
         expansion: fp16_bytes as f64 / total.max(1) as f64,
         bytes: total,
         policy,
@@ -116,13 +136,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         fp16_bytes,
         capacity,
         measured,
-    };
-    if arguments.json {
-        print_json(&output);
-    } else {
-        print(&output);
-    }
-    Ok(())
+    })))
 }
 
 fn shape(arguments: &Arguments) -> Result<(ModelShape, usize)> {
@@ -236,45 +250,54 @@ fn by_tier(report: &LayerReport) -> Vec<PlanPart> {
     parts
 }
 
-fn print(output: &Output) {
-    let ModelShape { layers, kv_heads, key_dim, value_dim } = output.shape;
-    say!("{} tokens, {layers} layers, {kv_heads} KV heads, {key_dim}/{value_dim} channels", output.tokens);
-    say!("policy {}, recipe {}", output.policy, output.recipe);
-    print_parts(&output.parts);
-    say!(
-        "{} against {} in fp16: {:.2} times the context",
-        bytes(output.bytes as u64),
-        bytes(output.fp16_bytes as u64),
-        output.expansion
-    );
-    if let Some([tiers, fp16]) = output.capacity {
-        say!("longest context in the budget: {tiers} tokens, {fp16} in fp16");
-    }
-    if let Some(m) = &output.measured {
-        say!("\nmeasured, one layer on the CPU engine:");
-        print_parts(&m.layer);
-        say!(
-            "{} held, at most {}; {:.2} times the context",
-            bytes(m.bytes as u64),
-            bytes(m.peak_bytes as u64),
-            m.expansion
-        );
-        say!(
-            "{:.3} ms a token for packing and demotion, {:.3} of it for demotion; {:.2} ms a step of attention",
-            m.ms_per_token,
-            m.demotion_ms_per_token,
-            m.attend_ms
-        );
+impl Answer for Output {
+    fn show(&self, page: &mut Page) {
+        let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
+        page.line(format_args!(
+            "{} tokens, {layers} layers, {kv_heads} KV heads, {key_dim}/{value_dim} channels",
+            commas(self.tokens)
+        ));
+        page.line(format_args!("policy: {}", self.policy));
+        page.line(format_args!("recipe: {}", if page.verbose { &self.recipe } else { &self.name }));
+        page.gap();
+        show_parts(page, &self.parts);
+        page.gap();
+        page.line(format_args!(
+            "{} against {} in fp16: {:.2} times the context",
+            bytes(self.bytes as u64),
+            bytes(self.fp16_bytes as u64),
+            self.expansion
+        ));
+        if let Some([tiers, fp16]) = self.capacity {
+            let (tiers, fp16) = (commas(tiers), commas(fp16));
+            page.line(format_args!("longest context in the budget: {tiers} tokens, {fp16} in fp16"));
+        }
+        if let Some(m) = &self.measured {
+            page.gap();
+            page.line("measured, one layer on the CPU engine:");
+            show_parts(page, &m.layer);
+            page.gap();
+            page.line(format_args!(
+                "{} held, at most {}; {:.2} times the context",
+                bytes(m.bytes as u64),
+                bytes(m.peak_bytes as u64),
+                m.expansion
+            ));
+            page.line(format_args!(
+                "{:.3} ms a token for packing and demotion, {:.3} of it for demotion; {:.2} ms a step of attention",
+                m.ms_per_token, m.demotion_ms_per_token, m.attend_ms
+            ));
+        }
     }
 }
 
-fn print_parts(parts: &[PlanPart]) {
-    let mut table = table(&["tier", "tokens", "bits K / V", "bytes", "bytes a token"]);
+fn show_parts(page: &mut Page, parts: &[PlanPart]) {
+    let mut table = Table::new(&["tier", ">tokens", ">bits K / V", ">MiB", ">bytes a token"]);
     for p in parts {
         let each =
             if p.tokens == 0 { "-".into() } else { format!("{:.1}", p.bytes as f64 / p.tokens as f64) };
         let bits = format!("{} / {}", p.key_bits, p.value_bits);
-        table.add_row([p.tier.clone(), p.tokens.to_string(), bits, p.bytes.to_string(), each]);
+        table.row([p.tier.clone(), commas(p.tokens), bits, mib(p.bytes), each]);
     }
-    say!("{table}");
+    page.table(&table);
 }

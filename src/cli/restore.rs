@@ -1,7 +1,8 @@
 //! `turbomoq restore`: a compressed file, or a prompt cache with packed layers, into a prompt cache that mlx-lm loads.
 
-use super::say::say;
-use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
+use super::screen::{Answer, Page};
+use super::{EngineName, OnEngine, beside, bytes, progress};
+use serde::Serialize;
 use std::path::PathBuf;
 use turbomoq::Compressor;
 use turbomoq::Engine;
@@ -30,9 +31,6 @@ pub struct Arguments {
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
-    /// Print the figures as JSON
-    #[arg(long)]
-    json: bool,
 }
 
 struct Unpack<'a>(&'a Archive);
@@ -53,8 +51,19 @@ impl OnEngine for Unpack<'_> {
     }
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// What was written.
+#[derive(Serialize)]
+pub struct Restored {
+    output: PathBuf,
+    layout: String,
+    layers: usize,
+    /// Layers that are still packed.
+    packed_layers: usize,
+    file_bytes: u64,
+}
+
+/// Unpacks and writes the file.
+pub fn compute(arguments: &Arguments) -> Result<Restored> {
     let output =
         arguments.output.clone().unwrap_or_else(|| beside(&arguments.input, ".restored.safetensors"));
     files::distinct(&arguments.input, &output)?;
@@ -74,29 +83,27 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     if arguments.unpack {
         cache.layers = cache.layers.iter().map(Layer::unpacked).collect::<Result<_>>()?;
     }
-    let packed = cache.layers.iter().filter(|layer| layer.is_packed()).count();
+    let packed_layers = cache.layers.iter().filter(|layer| layer.is_packed()).count();
     let layout = arguments.layout.unwrap_or(cache.layout);
     let file_bytes = cache.write(&output, layout)?;
-    if arguments.json {
-        print_json(&serde_json::json!({
-            "output": output,
-            "layout": layout.to_string(),
-            "layers": cache.layers.len(),
-            "packed_layers": packed,
-            "file_bytes": file_bytes,
-        }));
-    } else {
-        say!(
-            "{} ({}), {} layers for mlx-lm {layout}",
-            output.display(),
-            bytes(file_bytes),
-            cache.layers.len()
-        );
-        if packed > 0 {
-            say!(
-                "{packed} layers are packed: import turbomoq_mlx before mlx-lm loads them, or restore with --unpack"
-            );
+    let (layout, layers) = (layout.to_string(), cache.layers.len());
+    Ok(Restored { output, layout, layers, packed_layers, file_bytes })
+}
+
+impl Answer for Restored {
+    fn show(&self, page: &mut Page) {
+        page.line(format_args!(
+            "{}: {} layers for mlx-lm {}, {}",
+            self.output.display(),
+            self.layers,
+            self.layout,
+            bytes(self.file_bytes)
+        ));
+        if self.packed_layers > 0 {
+            page.line(format_args!(
+                "{} layers are packed: import turbomoq_mlx before mlx-lm loads them, or restore with --unpack",
+                self.packed_layers
+            ));
         }
     }
-    Ok(())
 }

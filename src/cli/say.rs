@@ -44,7 +44,7 @@ pub(crate) fn name(text: &str) -> String {
 }
 
 /// `text` with escapes in place of control characters and of marks that turn the direction of writing; `kept` stay as they are.
-fn harmless(text: &str, kept: &str) -> String {
+pub(crate) fn harmless(text: &str, kept: &str) -> String {
     let mut out = String::with_capacity(text.len());
     for c in text.chars() {
         let steers = c.is_control()

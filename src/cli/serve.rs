@@ -1,5 +1,6 @@
 //! `turbomoq serve`: one pool for many mlx-lm processes, until SIGTERM or SIGINT.
 
+use super::screen::Wishes;
 use super::{Size, bytes};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use std::collections::BTreeMap;
@@ -33,7 +34,7 @@ pub struct Arguments {
 }
 
 /// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+pub fn run(arguments: &Arguments, wishes: Wishes) -> Result<()> {
     let quota = |text: &String| -> Result<(String, usize)> {
         let (kind, size) = text.split_once('=').ok_or_else(|| Error::Parse {
             what: "quota",
@@ -57,11 +58,14 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let server = Server::start(options)?;
     let on_disk = server.pool().stats().on_disk;
     // A server whose standard output is closed serves all the same.
-    let _ = writeln!(
-        std::io::stdout(),
-        "serving {} in {}, {on_disk} agents on the disk",
-        folder.display(),
-        bytes(arguments.budget.0 as u64)
-    );
+    let line = match wishes.json {
+        true => serde_json::json!({ "folder": folder, "budget": arguments.budget.0, "on_disk": on_disk })
+            .to_string(),
+        false => {
+            let budget = bytes(arguments.budget.0 as u64);
+            format!("serving {} in {budget}, {on_disk} agents on the disk", folder.display())
+        }
+    };
+    let _ = writeln!(std::io::stdout(), "{line}");
     server.run()
 }

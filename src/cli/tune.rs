@@ -1,7 +1,7 @@
 //! `turbomoq tune`: times both engines on packing and on attention, and keeps the table from which `--engine auto` chooses.
 
-use super::say::say;
-use super::{print_json, table};
+use super::screen::{Answer, Page, Table};
+use serde::Serialize;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -28,9 +28,6 @@ pub struct Arguments {
     /// Recipe whose codecs are timed
     #[arg(long, default_value = "best")]
     recipe: String,
-    /// Print the table as JSON
-    #[arg(long)]
-    json: bool,
 }
 
 const HEADS: usize = 8;
@@ -53,37 +50,48 @@ fn place() -> Option<PathBuf> {
     Some(configuration.or_else(home)?.join("turbomoq/crossover.json"))
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
-    let Some(path) = arguments.file.clone().or_else(place) else {
+/// The times, and where they are kept.
+#[derive(Serialize)]
+pub struct Tuned {
+    pub file: PathBuf,
+    #[serde(flatten)]
+    pub times: Crossover,
+}
+
+/// Times both engines and keeps the table.
+pub fn compute(arguments: &Arguments) -> Result<Tuned> {
+    let Some(file) = arguments.file.clone().or_else(place) else {
         let reason = "neither XDG_CONFIG_HOME nor HOME is set".into();
         return Err(Error::Unsupported { field: "file", value: "default".into(), reason });
     };
     let recipe: Recipe = arguments.recipe.parse()?;
     let times = measure(&recipe)?;
-    if let Some(folder) = path.parent() {
+    if let Some(folder) = file.parent() {
         std::fs::create_dir_all(folder).map_err(|source| Error::Io { path: folder.into(), source })?;
     }
     let text = serde_json::to_string_pretty(&times).unwrap_or_default();
-    files::replace(&path, &[text.as_bytes()])?;
-    if arguments.json {
-        print_json(&times);
-        return Ok(());
+    files::replace(&file, &[text.as_bytes()])?;
+    Ok(Tuned { file, times })
+}
+
+impl Answer for Tuned {
+    fn show(&self, page: &mut Page) {
+        let mut table = Table::new(&["work", ">head dim", ">rows", ">CPU engine ms", ">MLX ms", "auto"]);
+        for p in &self.times.points {
+            let auto = if self.times.prefers_mlx(p.work, p.head_dim, p.rows) { "mlx" } else { "cpu" };
+            table.row([
+                format!("{:?}", p.work).to_lowercase(),
+                p.head_dim.to_string(),
+                p.rows.to_string(),
+                format!("{:.3}", p.cpu_ms),
+                format!("{:.3}", p.mlx_ms),
+                auto.into(),
+            ]);
+        }
+        page.table(&table);
+        page.gap();
+        page.line(format_args!("MLX on {}; kept in {}", self.times.device, self.file.display()));
     }
-    let mut table = table(&["work", "head dim", "rows", "CPU engine ms", "MLX ms", "auto"]);
-    for p in &times.points {
-        let auto = if times.prefers_mlx(p.work, p.head_dim, p.rows) { "mlx" } else { "cpu" };
-        table.add_row([
-            format!("{:?}", p.work).to_lowercase(),
-            p.head_dim.to_string(),
-            p.rows.to_string(),
-            format!("{:.3}", p.cpu_ms),
-            format!("{:.3}", p.mlx_ms),
-            auto.into(),
-        ]);
-    }
-    say!("{table}\nMLX on {}; kept in {}", times.device, path.display());
-    Ok(())
 }
 
 /// Shortest of three runs after one that does not count, in milliseconds.

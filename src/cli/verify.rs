@@ -1,7 +1,7 @@
 //! `turbomoq verify`: packs a prompt cache in memory, unpacks it, and shows what every layer lost.
 
-use super::say::say;
-use super::{EngineName, OnEngine, RecipeArguments, bytes, print_json, progress, table};
+use super::screen::{Answer, Page, Table};
+use super::{EngineName, OnEngine, RecipeArguments, bytes, progress};
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
@@ -26,9 +26,6 @@ pub struct Arguments {
     /// Where the stages run
     #[arg(long, value_enum, default_value = "auto")]
     engine: EngineName,
-    /// Print the report as JSON
-    #[arg(long)]
-    json: bool,
 }
 
 /// Packs and unpacks a cache; gives the milliseconds of both.
@@ -58,8 +55,8 @@ impl OnEngine for RoundTrip<'_> {
     }
 }
 
-/// Runs the command.
-pub fn run(arguments: &Arguments) -> Result<()> {
+/// Packs, unpacks and compares.
+pub fn compute(arguments: &Arguments) -> Result<QualityReport> {
     let recipe = arguments.recipe.recipe()?;
     let cache = PromptCache::read(&arguments.input)?;
     let (archive, restored, [encode_ms, decode_ms]) =
@@ -71,18 +68,12 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let file =
         tempfile::NamedTempFile::new_in(&folder).map_err(|source| Error::Io { path: folder, source })?;
     let file_bytes = archive.write(file.path())?;
-    let report = QualityReport {
+    Ok(QualityReport {
         file_bytes,
         encode_ms,
         decode_ms,
         ..QualityReport::new(archive.recipe.to_string(), rows, archive.stats())
-    };
-    if arguments.json {
-        print_json(&report);
-        return Ok(());
-    }
-    show(&report);
-    Ok(())
+    })
 }
 
 /// One row a packed layer and side. `queries` are by number of the layer.
@@ -126,33 +117,44 @@ fn add_rows(
     Ok(())
 }
 
-fn show(report: &QualityReport) {
-    let mut table = table(&["layer", "side", "cosine", "relative MSE", "logit correlation"]);
-    let cells = |name: &str, side: String, rows: &[&QualityRow]| {
-        let mean =
-            |f: fn(&QualityRow) -> f64| rows.iter().map(|r| f(r)).sum::<f64>() / rows.len().max(1) as f64;
-        let figures = [mean(|r| r.cosine), mean(|r| r.relative_mse), mean(|r| r.logit_correlation)];
-        let mut cells = vec![name.to_string(), side];
-        cells.extend(figures.iter().zip([5, 5, 5]).map(|(x, places)| format!("{x:.places$}")));
-        cells
-    };
-    for row in &report.layers {
-        table.add_row(cells(&row.layer, row.side.to_string(), &[row]));
+impl Answer for QualityReport {
+    fn show(&self, page: &mut Page) {
+        let name = self.recipe.parse::<Recipe>().map_or_else(|_| self.recipe.clone(), |r| r.name());
+        page.line(format_args!("recipe: {}", if page.verbose { &self.recipe } else { &name }));
+        page.gap();
+        let head =
+            ["layer", ">key cosine", ">relative MSE", ">logit correlation", ">value cosine", ">relative MSE"];
+        let mut table = Table::new(&head);
+        let mut row = |name: &str, keys: &[&QualityRow], values: &[&QualityRow]| {
+            let mean = |rows: &[&QualityRow], f: fn(&QualityRow) -> f64| {
+                format!("{:.5}", rows.iter().map(|r| f(r)).sum::<f64>() / rows.len().max(1) as f64)
+            };
+            table.row([
+                name.to_string(),
+                mean(keys, |r| r.cosine),
+                mean(keys, |r| r.relative_mse),
+                mean(keys, |r| r.logit_correlation),
+                mean(values, |r| r.cosine),
+                mean(values, |r| r.relative_mse),
+            ]);
+        };
+        let of = |side: Side| self.layers.iter().filter(|r| r.side == side).collect::<Vec<_>>();
+        let (keys, values) = (of(Side::Key), of(Side::Value));
+        for (key, value) in keys.iter().zip(&values) {
+            row(&key.layer, &[key], &[value]);
+        }
+        row("mean", &keys, &values);
+        page.table(&table);
+        page.gap();
+        page.line(format_args!(
+            "{} in memory, {} as a file, {} in fp16: ratio {:.2}, stored bits {:.2} a key channel and {:.2} a value channel",
+            bytes(self.reported_bytes as u64),
+            bytes(self.file_bytes),
+            bytes(self.fp16_bytes as u64),
+            self.ratio,
+            self.key_bits,
+            self.value_bits
+        ));
+        page.line(format_args!("packed in {:.0} ms, unpacked in {:.0} ms", self.encode_ms, self.decode_ms));
     }
-    for side in [Side::Key, Side::Value] {
-        let rows: Vec<&QualityRow> = report.layers.iter().filter(|r| r.side == side).collect();
-        table.add_row(cells("mean", side.to_string(), &rows));
-    }
-    say!("{table}");
-    say!("recipe: {}", report.recipe);
-    say!(
-        "{} in memory, {} as a file, {} in fp16: ratio {:.2}, {:.2} bits a key scalar, {:.2} a value scalar",
-        bytes(report.reported_bytes as u64),
-        bytes(report.file_bytes),
-        bytes(report.fp16_bytes as u64),
-        report.ratio,
-        report.key_bits,
-        report.value_bits
-    );
-    say!("packed in {:.0} ms, unpacked in {:.0} ms", report.encode_ms, report.decode_ms);
 }
