@@ -4,6 +4,7 @@
 //! the row form of [`crate::codec`], and one conformance suite holds them to it.
 
 pub mod attention;
+pub mod bridge;
 pub mod cpu;
 pub mod crossover;
 #[cfg(feature = "mlx")]

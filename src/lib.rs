@@ -20,27 +20,36 @@
 //! # }
 //! ```
 //!
-//! **While a model decodes**: a [`cache::LayerCache`] for each layer takes the keys and values of new tokens and answers their queries.
+//! **While a model decodes**: a [`Cache`] stands in for the model's own. It takes the arrays of the application (`mlx_rs::Array`, or
+//! [`Tensor`] on the host), gives attention over everything that came before, and tells where the rotary embedding begins.
 //!
 //! ```
-//! use turbomoq::cache::{LayerCache, LayerShape};
-//! use turbomoq::{Cpu, Recipe, Rules, Tensor};
+//! use turbomoq::{Cache, Cpu, Tensor};
 //!
+//! # fn random(heads: usize, tokens: usize) -> turbomoq::Result<Tensor> {
+//! #     Tensor::new(&[1, heads, tokens, 64], (0..heads * tokens * 64).map(|i| (i as f32 * 0.37).sin()).collect())
+//! # }
 //! # fn main() -> turbomoq::Result<()> {
-//! let recipe: Recipe = "best@3".parse()?;
-//! let mut cache = LayerCache::new(Cpu, &recipe, 0, LayerShape { key_dim: 64, value_dim: 64 })?;
-//! // A prompt of 300 tokens, then three single tokens: 8 query heads on 2 KV heads of 64 channels.
-//! for tokens in [300, 1, 1, 1] {
-//!     let q = Tensor::new(&[1, 8, tokens, 64], vec![0.1f32; 8 * tokens * 64])?;
-//!     let k = Tensor::new(&[1, 2, tokens, 64], vec![0.2f32; 2 * tokens * 64])?;
-//!     let v = Tensor::new(&[1, 2, tokens, 64], vec![0.3f32; 2 * tokens * 64])?;
-//!     let out = cache.update_and_attend(&q, &k, &v, &Rules::causal(0.125))?;
-//!     assert_eq!(out.shape(), [1, 8, tokens, 64]);
+//! let layers = 2;
+//! let mut cache = Cache::on(Cpu, "best@3", layers)?; // `Cache::new` takes the engine for this machine
+//! for tokens in [300, 1, 1, 1] { // a prompt, then what is decoded
+//!     let position = cache.offset(); // for RoPE
+//!     for layer in 0..layers {
+//!         let (q, k, v) = (random(8, tokens)?, random(2, tokens)?, random(2, tokens)?); // projections, q and k turned by RoPE
+//!         let out = cache.update_and_attend(layer, &q, &k, &v, 0.125)?; // in place of concatenate and attention
+//!         assert_eq!(out.shape(), [1, 8, tokens, 64]);
+//!     }
+//!     assert_eq!(cache.offset(), position + tokens as i32);
 //! }
-//! assert_eq!(cache.offset(), 303);
+//! let fork = cache.clone(); // shares all buffers until one side writes
+//! cache.trim(2)?; // rejected drafts
+//! assert_eq!((cache.offset(), fork.offset()), (301, 303));
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! Layers with sliding windows, shared caches or recurrent state have a [`LayerKind`]; [`Cache::save`] and [`Cache::load`] keep a
+//! cache packed on disk, [`Cache::to_prompt_cache`] hands it to mlx-lm. One layer by itself is a [`cache::LayerCache`].
 //!
 //! **Many caches in one budget**: a [`pool::MemoryPool`] holds parked caches of many agents, shares equal blocks and evicts by value.
 //!
@@ -74,6 +83,7 @@ mod engine;
 mod error;
 mod io;
 mod math;
+mod model_cache;
 pub mod policy;
 pub mod pool;
 pub mod quality;
@@ -90,11 +100,13 @@ pub use compressor::{
 };
 pub use engine::Engine;
 pub use engine::attention::{Rules, Segment, Stored};
+pub use engine::bridge::Bridge;
 pub use engine::cpu::Cpu;
 #[cfg(feature = "mlx")]
 pub use engine::mlx::Mlx;
 pub use error::{Error, Result};
 pub use io::{archive, prompt_cache};
+pub use model_cache::{Cache, DefaultEngine, LayerKind};
 pub use recipe::{PRESETS, Recipe};
 pub use spec::bit_plan::BitPlan;
 pub use spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};

@@ -5,7 +5,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 /// Floors from the ground up.
-const FLOORS: [&str; 17] = [
+const FLOORS: [&str; 18] = [
     "error",
     "tensor",
     "spec",
@@ -20,6 +20,7 @@ const FLOORS: [&str; 17] = [
     "cache",
     "pool",
     "io",
+    "model_cache",
     "serve",
     "cli",
     "main",

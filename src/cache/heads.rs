@@ -4,7 +4,7 @@
 //! put back in the order of the query heads. A layer of one width is one group, and nothing is dealt out.
 
 use super::batch::LayerUndo;
-use super::{LayerCache, LayerReport, LayerShape};
+use super::{LayerCache, LayerReport, LayerShape, Mask};
 use crate::codec::codes::Buffer;
 use crate::engine::Engine;
 use crate::engine::attention::Rules;
@@ -81,6 +81,38 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// Position of the next token.
     pub fn offset(&self) -> usize {
         self.groups.iter().map(|g| g.1.offset()).min().unwrap_or(0)
+    }
+
+    /// Positions held, see [`LayerCache::len`].
+    pub fn len(&self) -> usize {
+        self.groups.iter().map(|g| g.1.len()).min().unwrap_or(0)
+    }
+
+    /// Whether no token is held.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Everything that is held, dense, see [`LayerCache::fetch`].
+    ///
+    /// # Errors
+    /// As [`LayerCache::fetch`].
+    pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
+        let parts = self.groups.iter().map(|g| g.1.fetch()).collect::<Result<Vec<_>>>()?;
+        let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
+        Ok((self.put_back(&keys, 1)?, self.put_back(&values, 1)?))
+    }
+
+    /// The mask of `n` tokens that will be appended next, see [`LayerCache::make_mask`]; the groups lose the same tokens unless a policy
+    /// goes by attention, and then this is the mask of the first.
+    ///
+    /// # Errors
+    /// As [`LayerCache::make_mask`].
+    pub fn make_mask(&self, n: usize, array: bool, window: Option<usize>) -> Result<Mask<E::Tensor>> {
+        match self.groups.first() {
+            Some((_, cache)) => cache.make_mask(n, array, window, &[]),
+            None => Ok(Mask::None),
+        }
     }
 
     /// Bytes that the tokens need, see [`LayerCache::used_bytes`].

@@ -13,6 +13,7 @@ use tables::DeviceTables;
 mod around;
 pub mod arrays;
 mod attend;
+mod bridge;
 mod encode;
 mod frame;
 mod fused;

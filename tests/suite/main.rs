@@ -13,6 +13,7 @@ mod field_cases;
 mod heads;
 mod laws;
 mod limits;
+mod model_cache;
 mod numbers;
 mod own_tokens;
 mod policy;
