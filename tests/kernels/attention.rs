@@ -416,6 +416,7 @@ fn strides_are_followed() {
 
 /// Exact sinks, packed tokens and an exact window, with a learned sink: what a cache holds, joined at the end.
 #[test]
+#[allow(clippy::too_many_lines)] // one scenario, from the rows to the joined sum
 fn segments_and_sinks_join_by_their_state() {
     let (b, h, group, l, dim) = (1, 2, 2, 2, 64);
     let spec = CodecSpec::new(dim, 3, Grid::Beta);

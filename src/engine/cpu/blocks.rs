@@ -119,8 +119,7 @@ impl TileRows<'_> {
         &self,
         ready: &Ready,
         picks: &[u32],
-        dim: usize,
-        stride: usize,
+        [dim, stride]: [usize; 2],
         work: &mut Tile,
         out: &mut [f32],
     ) {
