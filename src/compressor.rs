@@ -72,7 +72,7 @@ pub struct CompressionStats {
     pub compression_ratio: f64,
     /// Stored bits a key scalar, everything counted.
     pub avg_k_bits: f64,
-    /// Stored bits a value scalar, everything counted.
+    /// Stored bits per scalar of the values, everything counted.
     pub avg_v_bits: f64,
 }
 
@@ -316,7 +316,7 @@ impl<E: Engine> Compressor<E> {
     /// Unpacks one side to its first shape and dtype.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn decompress_side(&self, side: &CompressedSide<E::Tensor>) -> Result<Tensor> {
         let mut parts = Vec::with_capacity(3);
         if let Some(head) = &side.head {
@@ -338,7 +338,7 @@ impl<E: Engine> Compressor<E> {
     /// Unpacks every layer to keys and values.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn decompress(&self, cache: &CompressedCache<E::Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
         cache
             .layers

@@ -1,5 +1,5 @@
 //! Decisions on the blocks of a cache from numbers only: which stay, which are packed with fewer bits, which are dropped.
-//! [`eviction`] decides likewise on whole caches of a pool.
+//! `pool::eviction` decides likewise on whole caches of a pool.
 //!
 //! A policy is plain data and its decision a pure function of the [`BlockFacts`] facts: equal facts give equal actions. Quality only
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that

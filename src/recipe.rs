@@ -31,7 +31,7 @@ pub struct Recipe {
     /// Newest tokens that can be taken back without a trace, as rejected drafts are: 16 unless the text says otherwise, at most
     /// [`MOST_DRAFT`]. See [`crate::cache::LayerCache::trim`].
     pub draft: usize,
-    /// Bits of every layer and KV head, in place of those of the specs.
+    /// Bits of every layer and KV head, in place of the bits of the specs.
     pub plan: Option<BitPlan>,
 }
 

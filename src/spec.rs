@@ -176,12 +176,12 @@ impl CodecSpec {
         }
     }
 
-    /// Tables of four bytes a channel that a head's frame has: centre, gains, channel order.
+    /// Tables of four bytes per channel that a head's frame has: centre, gains, channel order.
     pub(crate) fn tables(&self, centred: bool) -> usize {
         usize::from(centred) + usize::from(self.equalised) + usize::from(self.outliers > 0)
     }
 
-    /// Bits a channel by name: those of the codes, outliers and residual signs included, without scales.
+    /// Bits per channel by name: codes, outliers and residual signs, without scales.
     pub fn nominal_bits(&self) -> f32 {
         let signs = match self.residual {
             Residual::None => 0.0,

@@ -262,7 +262,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// The cache taken apart; [`KvCache::from_state`] puts it together.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn state(&self) -> Result<ModelState<E::Tensor>> {
         let layers = self.layers.iter().map(LayerCache::state).collect::<Result<_>>()?;
         Ok(ModelState { layers, ordinals: self.ordinals.clone() })
@@ -271,7 +271,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// A cache from what [`KvCache::state`] gave.
     ///
     /// # Errors
-    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the ordinals are not those of the layers.
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the ordinals do not match the layers.
     pub fn from_state(engine: E, state: &ModelState<E::Tensor>) -> Result<KvCache<E>> {
         if !state.ordinals.iter().flatten().copied().eq(0..state.layers.len()) {
             return Err(misfit(format!("{} layers do not have these ordinals", state.layers.len())));
@@ -285,7 +285,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// The cache taken apart; [`HeadGroups::from_state`] puts it together.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn state(&self) -> Result<GroupsState<E::Tensor>> {
         let groups = self.groups.iter().map(|(_, cache)| cache.state()).collect::<Result<_>>()?;
         Ok(GroupsState { groups, heads: self.groups.iter().map(|(heads, _)| heads.clone()).collect() })
@@ -294,7 +294,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// A cache from what [`HeadGroups::state`] gave.
     ///
     /// # Errors
-    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the groups are not those of the heads or have not seen the same tokens.
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the groups do not cover every head once, or have not seen the same tokens.
     pub fn from_state(engine: E, state: &GroupsState<E::Tensor>) -> Result<HeadGroups<E>> {
         let caches = state.groups.iter().map(|s| LayerCache::from_state(engine.clone(), s));
         let caches = caches.collect::<Result<Vec<_>>>()?;

@@ -138,7 +138,7 @@ impl Archive {
     /// Unpacks every layer into a prompt cache of the source's layout; `done` is called after every layer.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn restore<E: Engine>(
         &self,
         compressor: &Compressor<E>,

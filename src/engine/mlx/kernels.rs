@@ -151,7 +151,7 @@ pub fn table(codec: &Codec, form: Form) -> Vec<f32> {
 
 /// The tables that encoders read beside the signs of the rotation: its factor, all levels, the borders.
 pub struct EncodeTables {
-    /// Signs, one a channel; empty without a rotation.
+    /// Signs, one per channel; empty without a rotation.
     pub signs: Vec<f32>,
     /// Row-major factor of the rotation; one entry for a power of two.
     pub factor: Vec<f32>,

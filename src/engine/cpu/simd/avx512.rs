@@ -78,7 +78,7 @@ pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
     }
 }
 
-/// Sums the sixteen lanes of sixteen registers; sum `4 t + r` is that of `x[t][r]`.
+/// Sums the sixteen lanes of each of sixteen registers; sum `4 t + r` belongs to `x[t][r]`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sums(x: [[__m512; 4]; 4]) -> __m512 {
@@ -281,7 +281,7 @@ fn integer_scores_of<const B: usize, const FIELDS: usize, const W: usize>(
     }
 }
 
-/// Sum `4 t + r` is that of token t and query r: of a register, or of its half if two tokens are in one.
+/// Sum `4 t + r` belongs to token t and query r: of a register, or of its half if two tokens are in one.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn integer_sums<const W: usize>(x: [[__m512i; 4]; 4]) -> __m512i {

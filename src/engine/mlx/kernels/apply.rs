@@ -42,7 +42,7 @@ impl Kernels {
     /// Runs a launch: lazy, as every operation of MLX. A text that does not compile is an error of the evaluation.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without a GPU, [`Error::Shape`] for inputs that are not those of the text, [`Error::Mlx`].
+    /// [`Error::Unsupported`] without a GPU, [`Error::Shape`] for inputs that do not match the kernel's arguments, [`Error::Mlx`].
     pub fn run(&self, launch: &Launch, inputs: &[&Array]) -> Result<Vec<Array>> {
         let names = launch.source.inputs;
         if inputs.len() != names.len() {

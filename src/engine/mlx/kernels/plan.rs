@@ -104,7 +104,7 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
     let fill = (ENOUGH / (pass.batch * pass.heads * groups).max(1)).max(1);
     let shares = pass.tokens.div_ceil(2 * tile * stripes).clamp(1, fill.min(MOST_PARTS));
     let narrow = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
-    // A place far outside the segment behaves as one just outside, and sums with it must not overflow.
+    // Clamped to +-2^30: the kernel adds L and the window in i32, and every position outside of the segment gives the same mask.
     let edge = 1i64 << 30;
     let place = [
         pass.queries as i32,
@@ -209,7 +209,7 @@ impl Around {
         std::array::from_fn(|i| if i < 3 { sizes[i] } else { flags[i - 3] })
     }
 
-    /// Threads, one a channel, and the template.
+    /// Threads, one per channel, and the template.
     fn launch(self, form: Form, turn: Turn) -> (usize, Vec<(&'static str, Value)>) {
         let threads = form.channels().next_multiple_of(WIDTH);
         let [order, order2] = turn.rotation.unwrap_or([1; 2]);
