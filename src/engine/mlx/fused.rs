@@ -12,14 +12,14 @@ use crate::codec::Codec;
 use crate::codec::codes::Codes;
 use crate::engine::attention::{Rules, Segment, Sizes, Stored};
 use crate::engine::mlx::arrays::slice;
-use crate::engine::mlx::kernels::plan::{self, Element, Pass};
-use crate::engine::mlx::kernels::{Device, Form, Stage, find};
+use crate::engine::mlx::kernels::plan::{self, ElementType, Pass};
+use crate::engine::mlx::kernels::{Form, Stage, find};
 use crate::error::Result;
 use mlx_rs::ops;
 use mlx_rs::{Array, Dtype};
 /// Words and scales of vectors [B, H, T, D] that are in their frame.
 pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Array, Array)>> {
-    let Some(form) = find(Stage::Encode, codec, mlx.kernels.device()) else { return Ok(None) };
+    let Some(form) = find(Stage::Encode, codec, mlx.kernels.gpu()) else { return Ok(None) };
     let tables = mlx.tables(codec)?;
     let Some((arrays, order)) = tables.kernels.as_ref().and_then(|k| k.encode.as_ref()) else {
         return Ok(None);
@@ -43,12 +43,12 @@ pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Arra
 
 /// Rows in the rotated domain, f32 [B, H, T, D].
 pub(super) fn rows(mlx: &Mlx, codes: &Codes<Array>, tables: &DeviceTables) -> Result<Option<Array>> {
-    let Some(form) = find(Stage::Decode, codes.codec(), mlx.kernels.device()) else { return Ok(None) };
+    let Some(form) = find(Stage::Decode, codes.codec(), mlx.kernels.gpu()) else { return Ok(None) };
     let (Some(tables), shape) = (&tables.kernels, codes.shape()) else { return Ok(None) };
     if shape.contains(&0) {
         return Ok(None);
     }
-    let launch = plan::dequantize(form, shape, Element::F32);
+    let launch = plan::dequantize(form, shape, ElementType::F32);
     let tokens = Array::from_int(shape[2] as i32);
     let out = mlx.kernels.run(&launch, &[codes.words(), codes.scales(), &tables.decode, &tokens])?;
     Ok(out.into_iter().next())
@@ -65,7 +65,7 @@ fn side(mlx: &Mlx, stored: &Stored<Array>) -> Result<Option<(Form, [Array; 3])>>
             Some((Form::exact(rows.shape()[3] as usize), [rows.clone(), nothing, line(&[0.0])]))
         }
         Stored::Packed(codes) => {
-            let Some(form) = find(Stage::Attend, codes.codec(), mlx.kernels.device()) else {
+            let Some(form) = find(Stage::Attend, codes.codec(), mlx.kernels.gpu()) else {
                 return Ok(None);
             };
             let tables = mlx.tables(codes.codec())?;
@@ -84,7 +84,7 @@ pub(super) fn attend(
     sizes: Sizes,
 ) -> Result<Option<Array>> {
     // Exact rows alone would pass every question below.
-    if mlx.kernels.device() == Device::Cpu {
+    if mlx.kernels.gpu().is_none() {
         return Ok(None);
     }
     let held: Vec<_> = segments.iter().filter(|s| !s.keys.is_empty()).collect();
@@ -114,9 +114,9 @@ pub(super) fn attend(
         sides.push((*s, keys.1, values.1, plan));
     }
     let out = match queries.dtype() {
-        Dtype::Float16 => Element::F16,
-        Dtype::Bfloat16 => Element::BF16,
-        _ => Element::F32,
+        Dtype::Float16 => ElementType::F16,
+        Dtype::Bfloat16 => ElementType::BF16,
+        _ => ElementType::F32,
     };
     let q = float(queries, "queries")?.multiply(num(rules.scale))?;
     let mask = rules.mask.as_ref().map(additive).transpose()?;
@@ -177,7 +177,7 @@ fn one_list(
         // A few shares of exact rows are joined with everything else at the end; those of packed rows leave their domain together.
         let count = parts[0].shape()[3] as usize;
         if matches!(values, Stored::Packed(_)) || count * segments > plan::MOST_PARTS {
-            let (sum, state) = merge(mlx, &parts, Element::F32, None, false)?;
+            let (sum, state) = merge(mlx, &parts, ElementType::F32, None, false)?;
             let sum = leave_segment(mlx, values, &sum, &state, sizes)?;
             parts = vec![sum.expand_dims(3)?, state.expand_dims(3)?];
         }
@@ -229,7 +229,7 @@ fn leave_segment(
 fn merge(
     mlx: &Mlx,
     parts: &[Array],
-    out: Element,
+    out: ElementType,
     sinks: Option<&Array>,
     divide: bool,
 ) -> Result<(Array, Array)> {
