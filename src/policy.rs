@@ -12,6 +12,7 @@ pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};
+use crate::spec::stored_as_text;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -172,18 +173,7 @@ impl FromStr for TierPolicy {
     }
 }
 
-impl From<TierPolicy> for String {
-    fn from(policy: TierPolicy) -> String {
-        policy.to_string()
-    }
-}
-
-impl TryFrom<String> for TierPolicy {
-    type Error = Error;
-    fn try_from(text: String) -> Result<TierPolicy> {
-        text.parse()
-    }
-}
+stored_as_text!(TierPolicy);
 
 fn parse_error(what: &'static str, text: &str, reason: String) -> Error {
     Error::Parse { what, text: text.into(), reason }

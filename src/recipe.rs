@@ -5,7 +5,7 @@ mod head_dim;
 use crate::error::{Error, Result};
 use crate::math::rng;
 use crate::spec::bit_plan::BitPlan;
-use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side, stored_as_text};
 use head_dim::TEMPLATE_DIM;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -322,18 +322,7 @@ impl FromStr for Recipe {
     }
 }
 
-impl From<Recipe> for String {
-    fn from(recipe: Recipe) -> String {
-        recipe.to_string()
-    }
-}
-
-impl TryFrom<String> for Recipe {
-    type Error = Error;
-    fn try_from(text: String) -> Result<Recipe> {
-        text.parse()
-    }
-}
+stored_as_text!(Recipe);
 
 #[cfg(test)]
 mod tests {

@@ -7,6 +7,8 @@ pub mod bit_plan;
 mod cost;
 mod text;
 
+pub(crate) use text::stored_as_text;
+
 pub(crate) use cost::Budget;
 
 use crate::error::{Error, Result};
