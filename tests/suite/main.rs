@@ -20,4 +20,5 @@ mod policy;
 mod pool;
 mod prompt_cache;
 mod prompt_cache_hostile;
+mod rows;
 mod tiers;
