@@ -5,6 +5,8 @@
 #   mlx/setup.sh --backend cuda   Linux: MLX for NVIDIA GPUs (CUDA 13); a plain run switches back, and both stay installed
 #   mlx/setup.sh --no-python      leaves the Python environments out
 #   mlx/setup.sh --python         macOS: makes the Python environments too (Linux: the default)
+#   mlx/setup.sh --into FOLDER    prepares an application's own workspace, so that it builds with this crate as a dependency; the
+#                                 runtime stays here, so run it again after moving either folder. Without Python environments
 #
 # On macOS Cargo itself compiles MLX, so the script only checks the tools for it. On Linux mlx-sys has no build of its own:
 # the script takes MLX from PyPI, builds mlx-c from the sources inside the mlx-sys package, and writes .cargo/config.toml,
@@ -15,7 +17,7 @@ set -Eeuo pipefail
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)
 repo=$(dirname "$here")
 runtime=$here/.runtime
-config=$repo/.cargo/config.toml
+workspace=$repo
 config_mark="# Written by mlx/setup.sh; run it again to renew this file."
 # shellcheck source=mlx/VERSIONS
 source "$here/VERSIONS"
@@ -185,7 +187,7 @@ rustflags = [$link]
 rustdocflags = [$link]"
   [[ -f $config && $(<"$config") == "$text" ]] && return
   step="writing $config" hint="the folder must be writable."
-  mkdir -p "$repo/.cargo"
+  mkdir -p "$workspace/.cargo"
   printf '%s\n' "$text" >"$runtime/config.new"
   mv "$runtime/config.new" "$config"
 }
@@ -199,12 +201,16 @@ while (($#)); do
   case $1 in
     --backend) [[ ${2-} == cpu || ${2-} == cuda ]] || fail "--backend takes cpu or cuda."
       backend=$2; shift 2 ;;
+    --into) [[ -n ${2-} && -d $2 ]] || fail "--into takes the folder of an application, and '${2-}' is none."
+      workspace=$(cd "$2" && pwd -P) python=no; shift 2 ;;
     --python) python=yes; shift ;;
     --no-python) python=no; shift ;;
-    -h | --help) sed -n '2,12s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
+    -h | --help) sed -n '2,14s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit ;;
     *) fail "unknown argument $1; see mlx/setup.sh --help" ;;
   esac
 done
+
+config=$workspace/.cargo/config.toml
 
 case $system in
   Darwin)
@@ -243,6 +249,8 @@ core=""
 write_config
 [[ $python == yes ]] && make_test_venvs
 
+where=""
+[[ $workspace != "$repo" ]] && where=" for $workspace"
 blas="the BLAS of the wheel, which is slow; for OpenBLAS: apt-get install libopenblas0, then this script again"
 [[ -n $openblas ]] && blas="OpenBLAS ($openblas${core:+, OPENBLAS_CORETYPE=$core under cargo})"
-say "mlx: ready. MLX $MLX on $backend, mlx-rs $MLX_RS, $blas."
+say "mlx: ready$where. MLX $MLX on $backend, mlx-rs $MLX_RS, $blas."
