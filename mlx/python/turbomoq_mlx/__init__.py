@@ -18,13 +18,16 @@ from .convert import convert, make_turbomoq_cache
 from .files import load_prompt_cache
 from .library import LibraryNotFound, Unsupported
 from .patch import install, uninstall
+from .recipe_cache import BatchRecipeCache, RecipeCache
 from .pool import Parked, Pool, PoolError, default_folder
 
 __all__ = [
+    "BatchRecipeCache",
     "LibraryNotFound",
     "Parked",
     "Pool",
     "PoolError",
+    "RecipeCache",
     "TurboMoqCache",
     "Unsupported",
     "convert",
