@@ -4,13 +4,13 @@ use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_m
 use half::f16;
 use std::hint::black_box;
 use std::sync::Arc;
-use turbomoq::codebook;
-use turbomoq::codec::Codec;
-use turbomoq::codes::Frame;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::internals::math::codebook;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
 
 fn vectors(shape: [usize; 4]) -> Tensor {
@@ -84,26 +84,26 @@ fn seed_shape(c: &mut Criterion) {
 /// The same stages as MLX graphs, evaluated.
 #[cfg(feature = "mlx")]
 fn graphs(c: &mut Criterion) {
-    use turbomoq::graph::Graph;
-    use turbomoq::mlx_ops::evaluate;
-    let graph = Graph::new();
+    use turbomoq::Mlx;
+    use turbomoq::mlx::evaluate;
+    let mlx = Mlx::new();
     for (dim, grid, bits) in [(64, Grid::Lloyd, 4), (128, Grid::Uniform, 4), (128, Grid::Lloyd, 4)] {
         let host = vectors([1, 8, 2048, dim]);
-        let x = graph.put(&host).expect("put");
+        let x = mlx.put(&host).expect("put");
         let codec = Arc::new(Codec::new(CodecSpec::new(dim, bits, grid)).expect("spec"));
-        let codes = graph.encode(&codec, Frame::default(), &x).expect("encode");
+        let codes = mlx.encode(&codec, Frame::default(), &x).expect("encode");
         evaluate(&[codes.words(), codes.scales()]).expect("evaluate");
         let name = format!("d{dim}-{grid}-b{bits}");
         let mut group = c.benchmark_group("mlx");
         group.sample_size(10).throughput(Throughput::Bytes(host.nbytes() as u64));
         group.bench_function(BenchmarkId::new("encode", &name), |b| {
             b.iter(|| {
-                let codes = graph.encode(&codec, Frame::default(), &x).expect("encode");
+                let codes = mlx.encode(&codec, Frame::default(), &x).expect("encode");
                 evaluate(&[codes.words(), codes.scales()]).expect("evaluate")
             })
         });
         group.bench_function(BenchmarkId::new("decode", &name), |b| {
-            b.iter(|| evaluate(&[&graph.decode(&codes, Dtype::F16).expect("decode")]).expect("evaluate"))
+            b.iter(|| evaluate(&[&mlx.decode(&codes, Dtype::F16).expect("decode")]).expect("evaluate"))
         });
     }
 }

@@ -7,16 +7,16 @@ use rayon::prelude::*;
 use std::hint::black_box;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-use turbomoq::Tensor;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::codec::Codec;
+use turbomoq::Codec;
 #[cfg(feature = "mlx")]
-use turbomoq::codes::Codes;
-use turbomoq::codes::Frame;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codes;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::Tensor;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid};
+use turbomoq::{Rules, Segment, Stored};
 
 const HEADS: usize = 8;
 const DIM: usize = 128;
@@ -131,10 +131,10 @@ fn cpu(tokens: usize, lines: &mut Vec<Line>) {
 }
 
 #[cfg(feature = "mlx")]
-fn graph(tokens: usize, lines: &mut Vec<Line>) {
-    use turbomoq::graph::Graph;
-    use turbomoq::mlx_ops::evaluate;
-    let engine = Graph::new();
+fn on_mlx(tokens: usize, lines: &mut Vec<Line>) {
+    use turbomoq::Mlx;
+    use turbomoq::mlx::evaluate;
+    let engine = Mlx::new();
     let put = |t: &Tensor| engine.put(t).expect("put");
     let side = |s: &Stored<Tensor>| match s {
         Stored::Exact { rows, len } => Stored::Exact { rows: put(rows), len: *len },
@@ -174,7 +174,7 @@ fn main() {
         let tokens = tokens.parse().expect("--tokens are numbers");
         cpu(tokens, &mut lines);
         #[cfg(feature = "mlx")]
-        graph(tokens, &mut lines);
+        on_mlx(tokens, &mut lines);
     }
     let speed = bandwidth().max(before);
     if !json {

@@ -14,13 +14,13 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
+use turbomoq::allocation::calibration::{Calibration, score_heads};
 use turbomoq::archive::{Archive, SpillFolder, parked_bytes, plan_within};
-use turbomoq::calibration::{Calibration, score_heads};
-use turbomoq::files::stable_hash;
+use turbomoq::internals::io::files::stable_hash;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::ModelShape;
 use turbomoq::pool::MemoryPool;
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
-use turbomoq::rng::Rng;
 use turbomoq::{Compressor, Recipe, Tensor};
 
 type Result<T, E = Box<dyn std::error::Error + Send + Sync>> = std::result::Result<T, E>;

@@ -15,11 +15,11 @@ fn main() -> turbomoq::Result<()> {
 mod mlx {
     use mlx_rs::ops::{self, matmul};
     use mlx_rs::{Array, Dtype};
-    use turbomoq::attention::Rules;
+    use turbomoq::Engine;
+    use turbomoq::Mlx;
+    use turbomoq::Rules;
     use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-    use turbomoq::engine::Engine;
-    use turbomoq::graph::Graph;
-    use turbomoq::rng::Rng;
+    use turbomoq::internals::math::rng::Rng;
     use turbomoq::{Recipe, Result, Tensor};
 
     const TOKENS: usize = 2000;
@@ -42,10 +42,10 @@ mod mlx {
     }
 
     impl Attention {
-        fn new(graph: &Graph) -> Result<Attention> {
+        fn new(mlx: &Mlx) -> Result<Attention> {
             let weight = |rows: usize, columns: usize, stream| -> Result<Array> {
                 let weight = random(&[rows, columns], (rows as f64).powf(-0.5), stream)?;
-                Ok(graph.put(&weight)?.as_dtype(Dtype::Float16)?)
+                Ok(mlx.put(&weight)?.as_dtype(Dtype::Float16)?)
             };
             Ok(Attention {
                 q: weight(HIDDEN, HEADS * DIM, 1)?,
@@ -56,7 +56,7 @@ mod mlx {
         }
 
         /// One step: x [1, L, hidden] in, the same shape out; keys and values go into the cache.
-        fn forward(&self, x: &Array, cache: &mut LayerCache<Graph>) -> Result<Array> {
+        fn forward(&self, x: &Array, cache: &mut LayerCache<Mlx>) -> Result<Array> {
             let l = x.shape()[1];
             let heads = |y: Array, n: usize| -> Result<Array> {
                 Ok(y.reshape(&[1, l, n as i32, DIM as i32])?.transpose_axes(&[0, 2, 1, 3])?)
@@ -71,17 +71,17 @@ mod mlx {
     }
 
     pub fn run() -> Result<()> {
-        let graph = Graph::new();
-        let layer = Attention::new(&graph)?;
+        let mlx = Mlx::new();
+        let layer = Attention::new(&mlx)?;
         let shape = LayerShape { key_dim: DIM, value_dim: DIM };
-        let cache = |recipe: &str| -> Result<LayerCache<Graph>> {
+        let cache = |recipe: &str| -> Result<LayerCache<Mlx>> {
             let recipe: Recipe = recipe.parse()?;
-            LayerCache::new(graph.clone(), &recipe, 0, shape)
+            LayerCache::new(mlx.clone(), &recipe, 0, shape)
         };
         let policy = "progressive:256=8/8,1024=4/4,rest=3/2".parse()?;
         let mut packed = cache("best@4/4,window=64")?.with_tiers(&policy, OBSERVE_EVERY)?;
         let mut exact = cache("best@16/16")?;
-        let inputs = graph.put(&random(&[1, TOKENS, HIDDEN], 1.0, 5)?)?.as_dtype(Dtype::Float16)?;
+        let inputs = mlx.put(&random(&[1, TOKENS, HIDDEN], 1.0, 5)?)?.as_dtype(Dtype::Float16)?;
         let (mut error, mut norm) = (0f64, 0f64);
         for t in 0..TOKENS as i32 {
             let x = inputs.take_axis(Array::from_slice(&[t], &[1]), 1)?;
@@ -90,7 +90,7 @@ mod mlx {
             let b = b.as_dtype(Dtype::Float32)?;
             let e = a.as_dtype(Dtype::Float32)?.subtract(&b)?.square()?.sum(None)?;
             let sums = ops::stack(&[e, b.square()?.sum(None)?], 0)?;
-            let sums = graph.get(&sums)?.to_f32()?;
+            let sums = mlx.get(&sums)?.to_f32()?;
             error += f64::from(sums[0]);
             norm += f64::from(sums[1]);
         }

@@ -4,12 +4,12 @@
 use std::error::Error;
 use std::fs::File;
 use std::io::{BufWriter, Write};
-use turbomoq::codec::Codec;
-use turbomoq::frame::RowFrame;
-use turbomoq::kernels::plan::{self, Pass, Value};
-use turbomoq::kernels::{Form, table};
-use turbomoq::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::internals::codec::frame::RowFrame;
+use turbomoq::internals::engine::mlx::kernels::plan::{self, Pass, Value};
+use turbomoq::internals::engine::mlx::kernels::{Form, table};
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid};
 
 const DIM: usize = 128;
 const HEADS: usize = 2;

@@ -1,15 +1,15 @@
 //! The original system's Quick Start, snippet by snippet, in Rust: `cargo run --release --example quickstart`.
 
-use turbomoq::attention::Rules;
+use turbomoq::Compressor;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Rules;
+use turbomoq::Side;
+use turbomoq::allocation::calibration::{Calibration, Unit, score_heads};
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::calibration::{Calibration, Unit, score_heads};
-use turbomoq::compressor::Compressor;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::{ModelShape, ProgressivePolicy};
 use turbomoq::pool::MemoryPool;
-use turbomoq::rng::Rng;
-use turbomoq::spec::Side;
 use turbomoq::{Recipe, Result, Tensor};
 
 /// Stand-in for a model's cache: [B, H, T, D] with normal values.
@@ -63,10 +63,10 @@ fn main() -> Result<()> {
     #[cfg(feature = "mlx")]
     {
         println!("-- the same as a lazy MLX graph");
-        let graph = turbomoq::graph::Graph::new();
-        let codes = graph.encode(&codec, Default::default(), &graph.put(keys)?)?;
-        let scores = graph.scores(&codes, &graph.put(&queries)?)?;
-        println!("scores of packed keys {:?}", graph.get(&scores)?.shape());
+        let mlx = turbomoq::Mlx::new();
+        let codes = mlx.encode(&codec, Default::default(), &mlx.put(keys)?)?;
+        let scores = mlx.scores(&codes, &mlx.put(&queries)?)?;
+        println!("scores of packed keys {:?}", mlx.get(&scores)?.shape());
     }
 
     println!("-- tiers by received attention, with a pinned prompt");
@@ -97,7 +97,7 @@ fn main() -> Result<()> {
         let compressor = Compressor::new(text.parse()?);
         let layer = compressor.compress_layer(0, &layers[0].0, &layers[0].1)?;
         let back = compressor.decompress_side(&layer.key)?;
-        let row = turbomoq::report::compare("0".into(), Side::Key, &layer.key, &layers[0].0, &back, None)?;
+        let row = turbomoq::quality::compare("0".into(), Side::Key, &layer.key, &layers[0].0, &back, None)?;
         let bits = 8.0 * layer.key.nbytes() as f64 / layer.key.elements() as f64;
         println!("{text}: cosine {:.3} at {bits:.2} stored bits", row.cosine);
     }

@@ -1,4 +1,4 @@
-//! Trains the levels of the trellis grids: `train_trellis OUT [CANDIDATES]` writes the `trellis_tables.bin` of `src`.
+//! Trains the levels of the trellis grids: `train_trellis OUT [CANDIDATES]` writes the `trellis_tables.bin` of `src/math`.
 //!
 //! Start: level = Gaussian quantile whose rank is an invertible GF(2)-affine map of the window, each output bit the parity of an odd number of
 //! window bits (so that complementing the window negates the level). Good maps keep branches that leave or enter one state far apart; they are
@@ -8,7 +8,8 @@
 
 use std::{env, fs, process::ExitCode, thread};
 
-use turbomoq::{trellis::Trellis, trellis_search::Scratch};
+use turbomoq::internals::math::trellis::Trellis;
+use turbomoq::internals::math::trellis_search::SearchScratch;
 
 const DIM: usize = 128;
 
@@ -100,7 +101,7 @@ impl Candidate {
 /// Sum and count of the samples of every window, and the mean squared error.
 fn assign(t: &Trellis, bits: usize, samples: &[f32]) -> (Vec<(f64, f64)>, f64) {
     let mut words = vec![0; t.words(DIM)];
-    let mut scratch = Scratch::default();
+    let mut scratch = SearchScratch::default();
     let (mut cells, mut error) = (vec![(0.0, 0.0); t.levels().len()], 0.0);
     for y in samples.chunks_exact(DIM) {
         t.encode(y, &mut words, &mut scratch);

@@ -4,18 +4,22 @@
 //! scaled to unit variance and put on the grid: R D (x - mu) ~ s c. Scores rotate the query once instead of every key,
 //! <q, x> = <q, mu> + s <R D^-1 q, c>, and weighted sums add s c and leave the rotated domain once. Both engines are held to
 //! these functions. A vector of zeros has scale zero and decodes to zeros. One with NaN or infinity in it, or whose squared norm is
-//! no finite f32, decodes to NaN in every channel and leaves all others as they are: see [`crate::frame`] for the whole rule.
+//! no finite f32, decodes to NaN in every channel and leaves all others as they are: see [`crate::codec::frame`] for the whole rule.
 
+pub mod codes;
+pub mod frame;
+pub mod grid;
 mod stages;
+pub mod tile;
 
-use crate::bits;
+use crate::codec::grid::ScalarGrid;
 use crate::error::{Error, Result};
-use crate::grid::ScalarGrid;
-use crate::qjl::Qjl;
-use crate::rotation::{Rotation, hadamard_order};
+use crate::math::bits;
+use crate::math::qjl::Qjl;
+use crate::math::rotation::{Rotation, hadamard_order};
+use crate::math::trellis::Trellis;
+use crate::math::trellis_search;
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
-use crate::trellis::Trellis;
-use crate::trellis_search;
 use std::sync::Arc;
 
 /// A run of coordinates that share bits, a rotation and a scale.
@@ -72,10 +76,10 @@ pub struct Codec {
 
 /// Buffers that the stages reuse from row to row.
 #[derive(Clone, Debug)]
-pub struct Scratch {
+pub struct RowScratch {
     rows: [Vec<f32>; 3],
     codes: Vec<u8>,
-    search: trellis_search::Scratch,
+    search: trellis_search::SearchScratch,
 }
 
 /// A query in the codec's domain.
@@ -264,12 +268,12 @@ impl Codec {
     }
 
     /// Buffers for this codec's stages.
-    pub fn scratch(&self) -> Scratch {
+    pub fn scratch(&self) -> RowScratch {
         let d = self.spec.head_dim;
-        Scratch {
+        RowScratch {
             rows: std::array::from_fn(|_| vec![0.0; d]),
             codes: vec![0; d],
-            search: trellis_search::Scratch::default(),
+            search: trellis_search::SearchScratch::default(),
         }
     }
 }

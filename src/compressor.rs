@@ -6,12 +6,12 @@
 mod again;
 mod packable;
 
-use crate::codebook;
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::cpu::Cpu;
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::math::codebook;
 use crate::recipe::Recipe;
 use crate::spec::{CodecSpec, Grid, Side};
 use crate::tensor::{Dtype, Tensor};
@@ -20,7 +20,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// Tokens from which a frame is made: the first block that leaves the exact window.
-pub const BLOCK: usize = 128;
+pub const TOKENS_PER_BLOCK: usize = 128;
 
 /// Packs and unpacks caches by a recipe, on an engine.
 #[derive(Clone, Debug)]
@@ -63,7 +63,7 @@ pub struct CompressedCache<T> {
 
 /// What a compressed cache costs, from its real buffers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize)]
-pub struct Stats {
+pub struct CompressionStats {
     /// Bytes of all buffers: codes, scales, frames, exact tokens.
     pub bytes: usize,
     /// Bytes of the same keys and values in half precision.
@@ -97,20 +97,20 @@ impl<T: Buffer> CompressedSide<T> {
 
 impl<T: Buffer> CompressedCache<T> {
     /// Real bytes and ratios.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> CompressionStats {
         let sum = |f: &dyn Fn(&CompressedLayer<T>) -> usize| self.layers.iter().map(f).sum::<usize>();
         let (k_bytes, v_bytes) = (sum(&|l| l.key.nbytes()), sum(&|l| l.value.nbytes()));
         let (k, v) = (sum(&|l| l.key.elements()), sum(&|l| l.value.elements()));
-        Stats::new([k_bytes, v_bytes], [k, v])
+        CompressionStats::new([k_bytes, v_bytes], [k, v])
     }
 }
 
-impl Stats {
+impl CompressionStats {
     /// From bytes and elements of the keys and of the values.
-    pub(crate) fn new([k_bytes, v_bytes]: [usize; 2], [k, v]: [usize; 2]) -> Stats {
+    pub(crate) fn new([k_bytes, v_bytes]: [usize; 2], [k, v]: [usize; 2]) -> CompressionStats {
         let ratio = |a: usize, b: usize| if b == 0 { 0.0 } else { a as f64 / b as f64 };
         let (bytes, fp16_bytes) = (k_bytes + v_bytes, 2 * (k + v));
-        Stats {
+        CompressionStats {
             bytes,
             fp16_bytes,
             compression_ratio: ratio(fp16_bytes, bytes),
@@ -164,7 +164,7 @@ impl<E: Engine> Compressor<E> {
             let frame = Cpu.frame(
                 &codec,
                 self.recipe.centred && side == Side::Key,
-                &x.slice(2, 0, t.min(BLOCK))?,
+                &x.slice(2, 0, t.min(TOKENS_PER_BLOCK))?,
                 None,
             )?;
             let codes = Cpu.encode(&Arc::new(codec), frame, x)?;
@@ -295,7 +295,7 @@ impl<E: Engine> Compressor<E> {
                     (None, Some(frame)) => self.encode_again(&codec, &frame, &rows)?,
                     (None, None) => {
                         let rows = self.engine.put(&rows)?;
-                        let first = rows.slice(2, 0, packed.min(BLOCK))?;
+                        let first = rows.slice(2, 0, packed.min(TOKENS_PER_BLOCK))?;
                         let centred = self.recipe.centred && side == Side::Key;
                         let frame = self.engine.frame(&codec, centred, &first, None)?;
                         self.engine.encode(&codec, frame, &rows)?

@@ -1,11 +1,17 @@
 //! What an engine does: the stages of a codec on whole arrays. It chooses nothing by itself.
 //!
-//! Two engines exist: [`crate::cpu::Cpu`] on host arrays and, with the feature `mlx`, `Graph` on lazy MLX arrays. Both follow
+//! Two engines exist: [`crate::engine::cpu::Cpu`] on host arrays and, with the feature `mlx`, `Mlx` on lazy MLX arrays. Both follow
 //! the row form of [`crate::codec`], and one conformance suite holds them to it.
 
-use crate::attention::{Rules, Segment};
+pub mod attention;
+pub mod cpu;
+pub mod crossover;
+#[cfg(feature = "mlx")]
+pub mod mlx;
+
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
+use crate::codec::codes::{Buffer, Codes, Frame};
+use crate::engine::attention::{Rules, Segment};
 use crate::error::{Error, Result};
 use crate::tensor::{Dtype, Tensor};
 use std::sync::Arc;

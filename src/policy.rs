@@ -1,20 +1,14 @@
 //! Decisions on the blocks of a cache from numbers only: which stay, which are packed with fewer bits, which are dropped.
 //! [`eviction`] decides likewise on whole caches of a pool.
 //!
-//! A policy is plain data and its decision a pure function of the [`Block`] facts: equal facts give equal actions. Quality only
+//! A policy is plain data and its decision a pure function of the [`BlockFacts`] facts: equal facts give equal actions. Quality only
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that
 //! already follow the decision gives [`Action::Keep`] for all of them.
 
-pub mod allocation;
 mod attention;
-mod crossover;
-pub mod eviction;
-pub mod head_scores;
 mod progressive;
 
 pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
-pub use crossover::{Crossover, Measured, Work};
-pub use head_scores::{HeadScorer, HeadScores};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};
@@ -33,7 +27,7 @@ pub struct Bits {
 
 /// What a policy knows of a block.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Block {
+pub struct BlockFacts {
     /// Position of the first token.
     pub start: usize,
     /// Tokens.
@@ -91,7 +85,7 @@ pub enum TierPolicy {
 
 impl TierPolicy {
     /// One action a block.
-    pub fn decide(&self, blocks: &[Block]) -> Vec<Action> {
+    pub fn decide(&self, blocks: &[BlockFacts]) -> Vec<Action> {
         match self {
             TierPolicy::None => vec![Action::Keep; blocks.len()],
             TierPolicy::Progressive(policy) => policy.decide(blocks),

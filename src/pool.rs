@@ -1,22 +1,23 @@
 //! Many caches in one budget: real bytes, priorities, pins, quotas, shared prefixes, and a disk for what has to leave.
 //!
 //! Every byte counts: codes, scales, tables, exact tokens, bookkeeping; equal blocks count once. When a cache does not fit, others
-//! leave ([`crate::policy::eviction`]), to the disk if there is one. What cannot be made to fit is refused, and the pool is as it was.
+//! leave ([`crate::pool::eviction`]), to the disk if there is one. What cannot be made to fit is refused, and the pool is as it was.
 //! All methods take `&self`; no lock is held while a cache is cut, joined, written or read, and what a reader has begun to read it
 //! has to the end, whatever leaves the pool meanwhile.
 
 mod disk;
+pub mod eviction;
 mod facts;
 mod parcel;
 mod table;
 
-pub use facts::{Agent, Label, Outcome, Spill, Stats};
+pub use facts::{Agent, Label, Outcome, PoolStats, Spill};
 pub(crate) use parcel::body_bytes;
 pub use parcel::{Parcel, Pooled};
 
 use crate::error::{EVICTED, Error, Result};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use table::{Incoming, Place, Request, Slot, Table, Terms};
+use table::{Claimant, Incoming, Slot, Table, Terms, Verdict};
 
 /// Caches of many agents in one budget.
 pub struct MemoryPool<C> {
@@ -220,7 +221,7 @@ impl<C: Pooled> MemoryPool<C> {
             return;
         }
         let incoming = Some(Incoming { id: &label.id, parcel, terms: None, version: None });
-        let request = Request { incoming, budget: table.budget, spills: false, evicts: false };
+        let request = Claimant { incoming, budget: table.budget, spills: false, evicts: false };
         // No room is no error here: it stays on the disk.
         drop(table.place(&request));
     }
@@ -262,9 +263,9 @@ impl<C: Pooled> MemoryPool<C> {
         let mut table = self.lock();
         loop {
             let budget = budget(&table);
-            let request = Request { incoming: None, budget, spills: self.spill.is_some(), evicts: true };
+            let request = Claimant { incoming: None, budget, spills: self.spill.is_some(), evicts: true };
             match table.place(&request)? {
-                Place::Done(outcome, _) => {
+                Verdict::Done(outcome, _) => {
                     done(&mut table);
                     return Ok(outcome);
                 }
@@ -274,7 +275,7 @@ impl<C: Pooled> MemoryPool<C> {
     }
 
     /// Figures of the pool.
-    pub fn stats(&self) -> Stats {
+    pub fn stats(&self) -> PoolStats {
         self.lock().stats()
     }
 

@@ -2,9 +2,9 @@
 
 mod head_dim;
 
-use crate::bit_plan::BitPlan;
 use crate::error::{Error, Result};
-use crate::rng;
+use crate::math::rng;
+use crate::spec::bit_plan::BitPlan;
 use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
 use head_dim::TEMPLATE_DIM;
 use serde::{Deserialize, Serialize};

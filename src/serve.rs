@@ -21,8 +21,8 @@ pub use client::Client;
 pub use folder::{default_folder, socket_path};
 pub use protocol::{Reply, Request, VERSION};
 
-use crate::archive::{Archive, SpillFolder};
 use crate::error::{Error, Result, guarded};
+use crate::io::archive::{Archive, SpillFolder};
 use crate::pool::MemoryPool;
 use crate::recipe::Recipe;
 use connections::Connections;

@@ -3,6 +3,7 @@
 //! Equal specs give equal tables, bit for bit. The text form is a list of terms joined by `:`, for example
 //! `d128:b4:hadamard:lloyd:matched:f16:seed42`; [`CodecSpec`] reads back what it writes.
 
+pub mod bit_plan;
 mod cost;
 mod text;
 
@@ -54,7 +55,7 @@ pub enum Grid {
     /// k-means levels fitted to calibration samples.
     Fitted,
     /// Trellis-coded: every value is one of 2^states levels that the bits of its neighbours help to choose (algorithm of
-    /// [`crate::trellis`]); 1 to 4 bits.
+    /// [`crate::math::trellis`]); 1 to 4 bits.
     Trellis {
         /// log2 of the number of states, 8 or 10.
         states: u8,
@@ -87,7 +88,7 @@ pub enum ScaleRule {
 /// How a scale is stored.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum ScaleFormat {
-    /// IEEE half float; the sign bit marks scales that are no normal half float, in a form of their own, see [`crate::scale`].
+    /// IEEE half float; the sign bit marks scales that are no normal half float, in a form of their own, see [`crate::math::scale`].
     F16,
     /// Eight bits of log2 from 2^-10 to 2^9.46: what files of format version 1 hold.
     Log8,

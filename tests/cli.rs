@@ -3,8 +3,8 @@
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use turbomoq::PRESETS;
 use turbomoq::prompt_cache::{Layout, PromptCache};
-use turbomoq::recipe::PRESETS;
 
 /// A folder of its own with the sample in it.
 struct Place(tempfile::TempDir);

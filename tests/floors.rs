@@ -1,71 +1,54 @@
-//! The house of design.md: a file imports downward only, and the few things that few files may do stay in those files.
+//! The house: folders of `src` are floors, a file imports its own floor and lower ones, no two files import each other in a circle,
+//! and the few things that few files may do stay in those files. A new file needs no edit here, a new floor gets its place.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-/// The floors from the ground up, with the modules on each. A new module gets a name here.
-const FLOORS: [(&str, &[&str]); 6] = [
-    ("words", &["bit_plan", "error", "spec", "tensor"]),
-    (
-        "mathematics",
-        &[
-            "bits",
-            "codebook",
-            "lanes",
-            "qjl",
-            "rng",
-            "rotation",
-            "scale",
-            "transform",
-            "trellis",
-            "trellis_search",
-        ],
-    ),
-    ("definition", &["attention", "codec", "codes", "frame", "grid", "recipe", "tile"]),
-    ("engines", &["cpu", "engine", "graph", "kernels", "mlx_ops"]),
-    ("caches", &["cache", "calibration", "compressor", "policy", "pool"]),
-    ("edges", &["archive", "cli", "files", "folders", "lib", "main", "prompt_cache", "report", "serve"]),
+/// Floors from the ground up.
+const FLOORS: [&str; 17] = [
+    "error",
+    "tensor",
+    "spec",
+    "math",
+    "codec",
+    "recipe",
+    "policy",
+    "engine",
+    "allocation",
+    "compressor",
+    "quality",
+    "cache",
+    "pool",
+    "io",
+    "serve",
+    "cli",
+    "main",
 ];
 
-/// Names that lib.rs exports, and the modules they come from.
-const EXPORTS: [(&str, &str); 6] = [
-    ("Compressor", "compressor"),
-    ("Dtype", "tensor"),
-    ("Error", "error"),
-    ("Recipe", "recipe"),
-    ("Result", "error"),
-    ("Tensor", "tensor"),
-];
-
-/// Words and the modules that may hold them; an empty list stands for the floor of edges.
+/// Words, and the files or folders that may hold them.
 const RESERVED: [(&[&str], &[&str]); 5] = [
-    (&["mlx_rs", "mlx_sys"], &["error", "graph", "kernels", "mlx_ops"]),
-    (
-        &["unsafe "],
-        &[
-            "kernels",
-            "mlx_ops",
-            "serve/trim",
-            "cpu/simd",
-            "cpu/simd/avx2",
-            "cpu/simd/avx512",
-            "cpu/simd/neon",
-            "cpu/simd/softmax",
-            "cpu/simd/trellis",
-            "cpu/simd/weighted",
-        ],
-    ),
+    (&["mlx_rs", "mlx_sys"], &["error", "engine/mlx"]),
+    (&["unsafe "], &["engine/mlx/arrays", "engine/mlx/kernels", "engine/cpu/simd", "serve/trim"]),
     // C symbols are in mlx/capi, so that a Rust program that uses the crate does not export them.
-    (&["no_mangle", "extern \"C\" fn"], &["none"]),
+    (&["no_mangle", "extern \"C\" fn"], &[]),
     // They panic when a line cannot be written; `cli/say.rs` has the words for it.
-    (&["println!", "print!", "dbg!"], &["none"]),
-    (&["std::fs", "fs::File", "process::exit"], &[]),
+    (&["println!", "print!", "dbg!"], &[]),
+    (&["std::fs", "fs::File", "process::exit"], &["io", "serve", "pool", "cli", "main"]),
 ];
 
 /// Lines that a file may have, unit tests included.
 const LINES: usize = 400;
 
-/// Files of src/ by their path in it, with their text up to the unit tests and without comments.
-fn sources() -> Vec<(String, String, usize)> {
+/// A file of `src`.
+struct Source {
+    /// `engine/cpu` for `src/engine/cpu.rs`.
+    module: String,
+    /// Without unit tests and comments.
+    code: String,
+    lines: usize,
+}
+
+fn sources() -> Vec<Source> {
     fn walk(folder: &Path, out: &mut Vec<PathBuf>) {
         for entry in std::fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();
@@ -82,76 +65,110 @@ fn sources() -> Vec<(String, String, usize)> {
     paths.sort();
     let read = |path: PathBuf| {
         let text = std::fs::read_to_string(&path).unwrap();
-        let body = text.split("\n#[cfg(test)]\nmod tests").next().unwrap();
+        let tests = ["\n#[cfg(test)]\nmod tests", "\n#[cfg(test)]\npub"]
+            .into_iter()
+            .filter_map(|t| text.find(t))
+            .min();
+        let body = &text[..tests.unwrap_or(text.len())];
         let code = body.lines().map(|l| l.split("//").next().unwrap()).collect::<Vec<_>>().join("\n");
-        (path.strip_prefix(&root).unwrap().to_string_lossy().replace('\\', "/"), code, text.lines().count())
+        let module = path.strip_prefix(&root).unwrap().with_extension("");
+        Source { module: module.to_string_lossy().replace('\\', "/"), code, lines: text.lines().count() }
     };
-    let sources: Vec<_> = paths.into_iter().map(read).collect();
+    let sources: Vec<_> = paths.into_iter().map(read).filter(|s| s.module != "lib").collect();
     assert!(sources.len() > 30, "{} files", sources.len());
     sources
 }
 
-fn module(path: &str) -> &str {
-    path.split('/').next().unwrap().trim_end_matches(".rs")
-}
-
 fn floor(module: &str) -> Option<usize> {
-    FLOORS.iter().position(|(_, modules)| modules.contains(&module))
+    FLOORS.iter().position(|f| module.split('/').next() == Some(f))
 }
 
-/// Modules of this crate that a text names: `crate::a`, `crate::{a, b::c}`, `crate::Tensor`.
-fn named(code: &str) -> Vec<String> {
-    let mut out = vec![];
-    for part in code.split("crate::").skip(1) {
-        let identifier = |s: &str| -> String {
-            s.trim_start().chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect()
+/// Paths that a text names behind `prefix::`, braces resolved: `a::{b, c::d}` is `a/b` and `a/c/d`.
+fn paths(code: &str, prefix: &str) -> Vec<String> {
+    fn tree(text: &str, base: &str, out: &mut Vec<String>) -> usize {
+        let is_name = |c: char| c.is_alphanumeric() || c == '_';
+        let name: String = text.chars().take_while(|c| is_name(*c)).collect();
+        let here = if base.is_empty() { name.clone() } else { format!("{base}/{name}") };
+        let rest = &text[name.len()..];
+        let Some(below) = rest.strip_prefix("::") else {
+            out.push(here);
+            return name.len();
         };
-        let Some(group) = part.strip_prefix('{') else {
-            out.push(identifier(part));
-            continue;
-        };
-        // The names at depth zero of the braces.
-        let (mut depth, mut item) = (0, String::new());
-        for c in group.chars() {
-            match c {
-                '}' if depth == 0 => break,
-                ',' if depth == 0 => out.push(identifier(&std::mem::take(&mut item))),
-                _ => {
-                    depth += i32::from(c == '{') - i32::from(c == '}');
-                    item.push(c);
-                }
-            }
+        let Some(group) = below.strip_prefix('{') else { return name.len() + 2 + tree(below, &here, out) };
+        let mut at = 0;
+        while !group[at..].starts_with('}') {
+            at += match group[at..].starts_with(is_name) {
+                true => tree(&group[at..], &here, out),
+                false => group[at..].chars().next().map_or(1, char::len_utf8),
+            };
         }
-        out.push(identifier(&item));
+        name.len() + 3 + at + 1
     }
-    out.retain(|name| !name.is_empty());
-    out.iter().map(|name| EXPORTS.iter().find(|e| e.0 == name).map_or(name.clone(), |e| e.1.into())).collect()
+    let mut out = vec![];
+    for (at, found) in code.match_indices(&format!("{prefix}::")) {
+        let before = code[..at].chars().next_back();
+        if !before.is_some_and(|c| c.is_alphanumeric() || c == '_' || c == ':') {
+            tree(&code[at + found.len()..], "", &mut out);
+        }
+    }
+    out
+}
+
+/// Files that a file imports. Of names that `lib.rs` exports, the floor that they are on.
+fn imports(source: &Source, files: &BTreeSet<&str>, exports: &BTreeMap<String, String>) -> BTreeSet<String> {
+    let parent = source.module.rsplit_once('/').map_or("", |(parent, _)| parent);
+    let mut named: Vec<String> = paths(&source.code, "crate");
+    named.extend(paths(&source.code, "super").iter().map(|p| format!("{parent}/{p}")));
+    named
+        .into_iter()
+        .map(|path| path.split('/').next().and_then(|name| exports.get(name)).cloned().unwrap_or(path))
+        .map(|path| {
+            // The file that holds the name: the longest beginning of the path that is one.
+            let mut at = path.as_str();
+            while !files.contains(at) {
+                let Some((shorter, _)) = at.rsplit_once('/') else { break };
+                at = shorter;
+            }
+            at.to_string()
+        })
+        .filter(|path| *path != source.module)
+        .collect()
+}
+
+/// What `lib.rs` exports at its root, and the file of each name.
+fn exports() -> BTreeMap<String, String> {
+    let lib = include_str!("../src/lib.rs");
+    let uses: Vec<&str> = lib.split("pub use ").skip(1).map(|u| u.split(';').next().unwrap()).collect();
+    let named = uses.iter().flat_map(|u| paths(&format!("crate::{u}"), "crate"));
+    named
+        .filter_map(|p| Some((p.rsplit_once('/')?.1.to_string(), p.rsplit_once('/')?.0.to_string())))
+        .collect()
 }
 
 #[test]
 fn imports_are_read() {
-    let code = "use crate::{error::{Error, Result},\n spec, Tensor};\nuse crate::cpu::Cpu; let x = crate::grid::f();";
-    assert_eq!(named(code), ["error", "spec", "tensor", "cpu", "grid"]);
+    let code =
+        "use crate::error::{Error, sub::{A, B}};\nuse crate::Tensor; let x = crate::grid::f(mycrate::no);";
+    assert_eq!(paths(code, "crate"), ["error/Error", "error/sub/A", "error/sub/B", "Tensor", "grid/f"]);
+    assert_eq!(exports()["Tensor"], "tensor");
 }
 
 #[test]
 fn no_file_imports_upward() {
+    let (sources, exports) = (sources(), exports());
+    let files: BTreeSet<&str> = sources.iter().map(|s| s.module.as_str()).collect();
     let mut wrong = vec![];
-    for (path, code, _) in sources() {
-        let Some(here) = floor(module(&path)) else {
-            wrong.push(format!("{path}: add `{}` to a floor in tests/floors.rs", module(&path)));
+    for source in &sources {
+        let Some(here) = floor(&source.module) else {
+            wrong.push(format!("{} is on no floor", source.module));
             continue;
         };
-        if path == "lib.rs" {
-            continue; // names every module
-        }
-        for name in named(&code) {
-            match floor(&name) {
-                None => wrong.push(format!("{path}: `{name}` is on no floor; add it in tests/floors.rs")),
-                Some(there) if there > here => wrong.push(format!(
-                    "{path} ({}) imports {name} ({}) above it",
-                    FLOORS[here].0, FLOORS[there].0
-                )),
+        for import in imports(source, &files, &exports) {
+            match floor(&import) {
+                None => wrong.push(format!("{} imports {import}, which is on no floor", source.module)),
+                Some(there) if there > here => {
+                    wrong.push(format!("{} imports {import} above it", source.module))
+                }
                 _ => {}
             }
         }
@@ -159,15 +176,56 @@ fn no_file_imports_upward() {
     assert!(wrong.is_empty(), "\n{}", wrong.join("\n"));
 }
 
+/// Files of one folder do not import each other in a circle. A file and the folder of its own name are one room: what is in the
+/// folder may use the room's own types.
+#[test]
+fn no_circle() {
+    let (sources, exports) = (sources(), exports());
+    let files: BTreeSet<&str> = sources.iter().map(|s| s.module.as_str()).collect();
+    // From a child of a folder to another child of the same folder, whatever lies below them.
+    let mut edges: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for source in &sources {
+        for import in imports(source, &files, &exports) {
+            let (a, b): (Vec<&str>, Vec<&str>) =
+                (source.module.split('/').collect(), import.split('/').collect());
+            let shared = a.iter().zip(&b).take_while(|(a, b)| a == b).count();
+            if shared < a.len() && shared < b.len() {
+                edges.entry(a[..=shared].join("/")).or_default().insert(b[..=shared].join("/"));
+            }
+        }
+    }
+    let mut circles = vec![];
+    for start in edges.keys() {
+        let (mut stack, mut seen) = (vec![vec![start.clone()]], BTreeSet::new());
+        while let Some(road) = stack.pop() {
+            for next in edges.get(road.last().unwrap()).into_iter().flatten() {
+                let mut road = road.clone();
+                road.push(next.clone());
+                if next == start {
+                    circles.push(road.join(" -> "));
+                }
+                if seen.insert(next.clone()) {
+                    stack.push(road);
+                }
+            }
+        }
+    }
+    assert!(circles.is_empty(), "\n{}", circles.join("\n"));
+}
+
 #[test]
 fn few_files_may_do_some_things() {
     let mut wrong = vec![];
-    for (path, code, _) in sources() {
-        for (words, modules) in RESERVED {
-            let allowed = modules.iter().any(|m| path.trim_end_matches(".rs") == *m || module(&path) == *m)
-                || (modules.is_empty() && floor(module(&path)) == Some(FLOORS.len() - 1));
-            for word in words.iter().filter(|w| !allowed && code.contains(**w)) {
-                wrong.push(format!("{path}: `{}` belongs into {modules:?}", word.trim()));
+    for source in sources() {
+        for (words, rooms) in RESERVED {
+            let within = |room: &&str| {
+                source.module.strip_prefix(room).is_some_and(|rest| rest.is_empty() || rest.starts_with('/'))
+            };
+            if rooms.iter().any(within) {
+                continue;
+            }
+            for word in words.iter().filter(|w| source.code.contains(**w)) {
+                wrong.push(format!("{}: `{}` belongs into {rooms:?}", source.module, word.trim()));
             }
         }
     }
@@ -177,6 +235,6 @@ fn few_files_may_do_some_things() {
 #[test]
 fn files_are_short() {
     let long: Vec<_> =
-        sources().into_iter().filter(|(_, _, lines)| *lines > LINES).map(|(p, _, n)| (p, n)).collect();
+        sources().into_iter().filter(|s| s.lines > LINES).map(|s| (s.module, s.lines)).collect();
     assert!(long.is_empty(), "longer than {LINES} lines, a second idea is a second file: {long:?}");
 }

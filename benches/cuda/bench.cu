@@ -16,6 +16,8 @@
 
 #include "../../mlx/kernels/prelude_cuda.h"
 #include "../../mlx/kernels/common.h"
+#include "../../mlx/kernels/rows.h"
+#include "../../mlx/kernels/attend.h"
 
 // Strides as MLX passes them.
 struct Strides {
@@ -23,7 +25,7 @@ struct Strides {
   __device__ long long operator[](int i) const { return at[i]; }
 };
 
-template <int KGRID, int KBITS, int VGRID, int VBITS, int DIM, int VDIM, int GQA>
+template <int KGRID, int KBITS, int VGRID, int VBITS, int DIM, int VDIM, int KBITS2, int DIM2, int VBITS2, int VDIM2, int GQA>
 __global__ void attend(
     const float* queries, Strides queries_strides, const uint32_t* k_words, Strides k_words_strides, const __half* k_scales,
     Strides k_scales_strides, const float* k_levels, const uint32_t* v_words, Strides v_words_strides, const __half* v_scales,
@@ -79,7 +81,7 @@ typedef void (*Kernel)(
 
 template <int KIND, int BITS>
 static Kernel of() {
-  return &attend<KIND, BITS, KIND, BITS, DIMS, DIMS, 4>;
+  return &attend<KIND, BITS, KIND, BITS, DIMS, DIMS, BITS, 0, BITS, 0, 4>;
 }
 
 static Kernel find(int kind, int bits) {
@@ -157,8 +159,8 @@ static int check(const char* path) {
   }
   const int cases = take<int>(file, 1)[0];
   for (int n = 0; n < cases; ++n) {
-    const std::vector<int> values = take<int>(file, 7), place = take<int>(file, 8), sizes = take<int>(file, 5);
-    const Case c = {values[0], values[1], values[6], 1, sizes[0], sizes[1], sizes[2], sizes[3], place[1], place[2]};
+    const std::vector<int> values = take<int>(file, 11), place = take<int>(file, 10), sizes = take<int>(file, 5);
+    const Case c = {values[0], values[1], values[10], 1, sizes[0], sizes[1], sizes[2], sizes[3], place[1], place[2]};
     const size_t rows = size_t(c.heads) * c.tokens;
     const auto q = take<float>(file, size_t(c.heads) * c.group * DIMS);
     const auto kw = take<uint32_t>(file, rows * c.words);
@@ -230,12 +232,12 @@ int main(int count, char** arguments) {
   for (int batch : {1, 8}) {
     for (int tokens = 2048; tokens <= 262144; tokens *= 2) {
       for (int bits : {2, 3, 4, 8}) {
+        // The rule of src/engine/mlx/kernels/plan.rs for one query token and four query heads a KV head: tiles of eight tokens, two a stripe.
         const int heads = 8, group = 4, words = DIMS * bits / 32, stripes = 8;
-        // The rule of src/kernels/plan.rs.
-        const int fill = 2048 / (batch * heads), by_tokens = (tokens + 16 * stripes - 1) / (16 * stripes);
+        const int fill = 1024 / (batch * heads), by_tokens = (tokens + 16 * stripes - 1) / (16 * stripes);
         const int shares = by_tokens < fill ? by_tokens : fill;
         const Case c = {TM_UNIFORM, bits, 4, batch, heads, group, tokens, words, shares < 1024 ? shares : 1024, stripes};
-        const std::vector<int> place = {1, c.shares, stripes, 1, tokens - 1, 0, 1, 0};
+        const std::vector<int> place = {1, c.shares, stripes, 1, tokens - 1, 0, 1, 0, 1, 1};
         const size_t rows = size_t(batch) * heads * tokens;
         std::vector<uint32_t> packed(rows * words);
         for (uint32_t& word : packed) word = seed = seed * 1664525u + 1013904223u;

@@ -4,7 +4,7 @@
  *   cc -std=c11 -Wall -Wextra -Werror -I mlx/include examples/c/llama_kv.c target/release/libturbomoq_c.a -lm -lpthread -ldl
  *
  * A row holds one token: the channels of all KV heads, one head after another. Prints what attention gives, for the test to compare
- * with the Rust engine (tests/c_api.rs), and the bytes beside half precision. */
+ * with the Rust engine (tests/capi/calls.rs), and the bytes beside half precision. */
 #include "turbomoq.h"
 
 #include <stdio.h>

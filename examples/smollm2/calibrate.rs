@@ -7,9 +7,9 @@ use crate::tokenizer::Text;
 use indicatif::ProgressBar;
 use std::path::PathBuf;
 use turbomoq::Recipe;
-use turbomoq::calibration::Calibration;
+use turbomoq::allocation::MOST_BITS;
+use turbomoq::allocation::calibration::Calibration;
 use turbomoq::policy::ModelShape;
-use turbomoq::policy::allocation::MOST_BITS;
 
 /// What the table is made from.
 #[derive(clap::Args)]
@@ -61,7 +61,7 @@ pub fn run(model: &Model, text: &Text, arguments: &Arguments) -> Result<()> {
     let source = format!("{count} windows of {ctx} tokens of {}; {}", names.join(", "), arguments.recipe);
     let [keys, values] = sums;
     let table = Calibration::new(shape, &source, keys, values)?;
-    turbomoq::files::replace(&arguments.out, &[&table.to_bytes()?])?;
+    turbomoq::internals::io::files::replace(&arguments.out, &[&table.to_bytes()?])?;
     println!("{}: {source}", arguments.out.display());
     Ok(())
 }

@@ -14,7 +14,7 @@ use indicatif::ProgressBar;
 use serde::Serialize;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
-use turbomoq::mlx_ops::slice;
+use turbomoq::mlx::slice;
 use turbomoq::policy::TierPolicy;
 
 /// Positions whose logits are held at once: 128 rows of 49,152 are 25 MB.

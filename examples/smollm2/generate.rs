@@ -6,7 +6,7 @@ use crate::model::Model;
 use crate::tokenizer::Text;
 use std::io::Write;
 use std::time::Instant;
-use turbomoq::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 
 /// What is asked, and how the answer is drawn.
 #[derive(clap::Args)]
@@ -54,7 +54,7 @@ pub fn run(model: &Model, text: &Text, arguments: &Arguments) -> Result<()> {
     let start = Instant::now();
     while answer.len() < arguments.tokens {
         let last = states.shape()[0] as usize - 1;
-        let logits = model.logits(&turbomoq::mlx_ops::slice(&states, 0, last, last + 1)?)?;
+        let logits = model.logits(&turbomoq::mlx::slice(&states, 0, last, last + 1)?)?;
         let token = draw(logits.try_as_slice()?, arguments.temperature, arguments.top_p, &mut rng);
         if text.ends.contains(&token) {
             break;

@@ -7,9 +7,10 @@ use crate::model::{Model, Session};
 use crate::rebuilt::Rebuilt;
 use std::fmt;
 use std::str::FromStr;
+use turbomoq::Mlx;
 use turbomoq::Recipe;
-use turbomoq::graph::Graph;
 use turbomoq::policy::TierPolicy;
+use turbomoq::{Residual, Side};
 
 /// The float cache, or a recipe as it was written, with a tier policy behind a `|` if there is one: `best@4/4|progressive`.
 #[derive(Clone, Debug)]
@@ -74,10 +75,17 @@ impl Kv {
         Ok(Kv::Packed { name: name.into(), recipe: Box::new(recipe.parse()?), policy: policy.parse()? })
     }
 
+    /// Whether scores come from a QJL residual, not from decoded rows.
+    pub fn has_residual(&self) -> bool {
+        let Kv::Packed { recipe, .. } = self else { return false };
+        let spec = recipe.spec(Side::Key, 0, 64).ok().flatten();
+        spec.is_some_and(|spec| spec.residual != Residual::None)
+    }
+
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
     pub fn session<'a>(&self, model: &'a Model, half: bool, form: Form) -> Result<Session<'a>> {
         let (head_dim, kv_heads) = (model.config.head_dim as usize, model.config.kv_heads as usize);
-        let graph = Graph::new();
+        let mlx = Mlx::new();
         model.session(|layer| match self {
             Kv::Float => Ok(boxed(Float::default(), half)),
             Kv::Packed { policy, .. } if form == Form::Rebuilt && *policy != TierPolicy::None => {
@@ -92,7 +100,7 @@ impl Kv {
                     boxed(ByHead(groups.collect::<Result<_>>()?), half)
                 }
                 Form::Cpu => boxed(Live::cpu(recipe, policy, layer, [head_dim, kv_heads])?, half),
-                Form::Mlx => boxed(Live::mlx(&graph, recipe, policy, layer, [head_dim, kv_heads])?, half),
+                Form::Mlx => boxed(Live::mlx(&mlx, recipe, policy, layer, [head_dim, kv_heads])?, half),
             }),
         })
     }

@@ -3,15 +3,15 @@
 use crate::Result;
 use crate::cache::{Attend, Usage};
 use mlx_rs::Array;
+use turbomoq::Buffer;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Mlx;
 use turbomoq::Recipe;
-use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{HeadGroups, LayerShape, OBSERVE_EVERY};
-use turbomoq::codes::Buffer;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::graph::Graph;
-use turbomoq::mlx_ops::{get, put};
+use turbomoq::mlx::{get, put};
 use turbomoq::policy::TierPolicy;
+use turbomoq::{Rules, Stored};
 
 /// A layer's cache and the way of arrays into its engine and back.
 pub struct Live<E: Engine> {
@@ -27,16 +27,16 @@ impl Live<Cpu> {
     }
 }
 
-impl Live<Graph> {
+impl Live<Mlx> {
     /// A cache on the MLX engine.
     pub fn mlx(
-        graph: &Graph,
+        mlx: &Mlx,
         recipe: &Recipe,
         tiers: &TierPolicy,
         layer: usize,
         heads: [usize; 2],
-    ) -> Result<Live<Graph>> {
-        let cache = cache(graph.clone(), recipe, tiers, layer, heads)?;
+    ) -> Result<Live<Mlx>> {
+        let cache = cache(mlx.clone(), recipe, tiers, layer, heads)?;
         Ok(Live { cache, enter: |x| Ok(x.clone()), leave: Ok })
     }
 }

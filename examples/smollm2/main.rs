@@ -8,6 +8,7 @@
 mod cache;
 mod calibrate;
 mod eval;
+mod forms;
 mod generate;
 mod gguf;
 mod kv;
@@ -44,6 +45,8 @@ struct Cli {
 enum Command {
     /// Answer a question
     Generate(generate::Arguments),
+    /// Whether attention on packed keys and values writes what attention on the decoded ones does
+    Forms(forms::Arguments),
     /// What noise costs at every head, as a table for `turbomoq plan`
     Calibrate(calibrate::Arguments),
     /// Perplexity of texts, on the float cache and on any other
@@ -66,6 +69,7 @@ fn run(cli: &Cli) -> Result<()> {
     let (model, text) = (model::Model::new(&gguf)?, tokenizer::Text::new(&gguf)?);
     match &cli.command {
         Command::Generate(arguments) => generate::run(&model, &text, arguments)?,
+        Command::Forms(arguments) => forms::run(&model, &text, arguments)?,
         Command::Calibrate(arguments) => calibrate::run(&model, &text, arguments)?,
         Command::Perplexity(arguments) => {
             for row in eval::run(&model, &text, arguments)? {

@@ -6,7 +6,7 @@ use crate::model::{Model, Session};
 use mlx_rs::{Array, Dtype};
 use std::collections::BTreeMap;
 use turbomoq::archive::Archive;
-use turbomoq::mlx_ops::{get, put};
+use turbomoq::mlx::{get, put};
 use turbomoq::pool::MemoryPool;
 use turbomoq::prompt_cache::{KvClass, Layer, Layout, Pair, PromptCache};
 use turbomoq::{Compressor, Recipe, Tensor};

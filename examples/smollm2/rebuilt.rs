@@ -10,13 +10,13 @@ use crate::cache::{Attend, Usage, attention};
 use mlx_rs::ops::{concatenate, matmul};
 use mlx_rs::{Array, Dtype};
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codes::Frame;
-use turbomoq::compressor::BLOCK;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::mlx_ops::{get, put, slice};
-use turbomoq::spec::Side;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::Side;
+use turbomoq::TOKENS_PER_BLOCK;
+use turbomoq::mlx::{get, put, slice};
 use turbomoq::{Compressor, Recipe, Tensor};
 
 /// Queries by which exact and decoded keys are compared.
@@ -84,10 +84,10 @@ impl Attend for Rebuilt {
     fn attend(&mut self, q: &Array, k: &Array, v: &Array, scale: f32) -> Result<Array> {
         let (tokens, mut done, mut parts) = (q.shape()[2] as usize, 0, vec![]);
         while done < tokens {
-            if self.window > 0 && self.waiting() == self.window + BLOCK {
-                self.leave(BLOCK)?;
+            if self.window > 0 && self.waiting() == self.window + TOKENS_PER_BLOCK {
+                self.leave(TOKENS_PER_BLOCK)?;
             }
-            let end = tokens.min(done + self.window + BLOCK - self.waiting());
+            let end = tokens.min(done + self.window + TOKENS_PER_BLOCK - self.waiting());
             for (side, x) in self.sides.iter_mut().zip([k, v]) {
                 side.append(&slice(x, 2, done, end)?, self.sinks)?;
             }

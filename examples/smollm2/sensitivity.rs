@@ -13,14 +13,14 @@ use mlx_rs::ops::{select, softmax_axis};
 use mlx_rs::{Array, random, stop_gradient, transforms};
 use std::cell::RefCell;
 use std::rc::Rc;
+use turbomoq::Cpu;
+use turbomoq::Engine;
 use turbomoq::Recipe;
-use turbomoq::compressor::BLOCK;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::mlx_ops::{get, put, slice};
-use turbomoq::policy::allocation::MOST_BITS;
-use turbomoq::recipe::with_bits;
-use turbomoq::spec::Side;
+use turbomoq::Side;
+use turbomoq::TOKENS_PER_BLOCK;
+use turbomoq::allocation::MOST_BITS;
+use turbomoq::internals::recipe::with_bits;
+use turbomoq::mlx::{get, put, slice};
 use turbomoq::{Compressor, Dtype};
 
 /// Losses by layer and KV head, each at 1 to 8 bits: of keys and of values.
@@ -48,8 +48,8 @@ impl Attend for Probe {
 /// Tokens packed when the token at `position` attends: the rule of the cache.
 fn packed(recipe: &Recipe, position: usize) -> std::ops::Range<usize> {
     let waiting = (position + 1).saturating_sub(recipe.sinks);
-    let blocks = waiting.saturating_sub(recipe.window + BLOCK).div_ceil(BLOCK);
-    recipe.sinks..recipe.sinks + blocks * BLOCK
+    let blocks = waiting.saturating_sub(recipe.window + TOKENS_PER_BLOCK).div_ceil(TOKENS_PER_BLOCK);
+    recipe.sinks..recipe.sinks + blocks * TOKENS_PER_BLOCK
 }
 
 /// Losses a token, from one stretch of tokens and one draw.
@@ -170,7 +170,7 @@ fn decoded(
     let head_dim = x.shape()[3] as usize;
     let Some(codec) = Compressor::new(recipe.clone()).codec(side, layer, head_dim)? else { return Ok(None) };
     let rows = get(&slice(x, 2, recipe.sinks, end)?)?;
-    let first = rows.slice(2, 0, BLOCK.min(end - recipe.sinks))?;
+    let first = rows.slice(2, 0, TOKENS_PER_BLOCK.min(end - recipe.sinks))?;
     let frame = Cpu.frame(&codec, recipe.centred && side == Side::Key, &first, None)?;
     let middle = put(&Cpu.decode(&Cpu.encode(&codec, frame, &rows)?, Dtype::F32)?)?;
     let parts = [slice(x, 2, 0, recipe.sinks)?, middle, slice(x, 2, end, x.shape()[2] as usize)?];

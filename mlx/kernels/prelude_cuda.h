@@ -4,6 +4,7 @@
 
 #define TM_INLINE __device__ __forceinline__
 #define TM_UNROLL _Pragma("unroll")
+#define TM_LOOP _Pragma("unroll 1")
 #define TM_OUT(T) T*
 #define TM_SHARED(T, name, count) __shared__ T name[count]
 #define TM_BARRIER() __syncthreads()
@@ -20,10 +21,16 @@
 #define tm_tanh(x) tanhf(x)
 #define tm_rint(x) rintf(x)
 #define tm_floor(x) floorf(x)
+// The greater of two, or the one that is a number.
+#define tm_greater(a, b) fmaxf(a, b)
+#define tm_least(a, b) min(a, b)
 
 typedef unsigned int uint;
 typedef long long tm_index;
 typedef __half tm_half;
+
+// Two words, least first, shifted right by less than 32 bits.
+#define tm_funnel(low, high, shift) __funnelshift_r(low, high, shift)
 
 #define tm_bits_of(x) __float_as_uint(x)
 #define tm_float_of(bits) __uint_as_float(bits)
@@ -39,7 +46,9 @@ typedef __half tm_half;
 #define simdgroup_index_in_threadgroup (thread_index_in_threadgroup >> 5)
 
 #define tm_shuffle_xor(x, mask) __shfl_xor_sync(0xffffffffu, x, mask)
-#define tm_ballot(x) __ballot_sync(0xffffffffu, x)
+// The `x` of one lane.
+#define tm_shuffle(x, from) __shfl_sync(0xffffffffu, x, from)
+#define tm_ballot(x, lane) __ballot_sync(0xffffffffu, x)
 
 TM_INLINE float tm_sum(float x) {
   TM_UNROLL

@@ -12,6 +12,7 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -90,7 +91,7 @@ struct Uint3 {
 };
 
 enum class Wait { none, lanes, barrier, done };
-enum class Op { sum, max, min, shuffle_xor, ballot };
+enum class Op { sum, max, min, shuffle, shuffle_xor, ballot };
 
 // One thread of the running threadgroup.
 struct Fibre {
@@ -209,6 +210,7 @@ struct Machine {
         case Op::sum: lanes[i].out = to_bits(tree[0]); break;
         case Op::max: lanes[i].out = to_bits(most); break;
         case Op::min: lanes[i].out = least; break;
+        case Op::shuffle: lanes[i].out = lanes[lanes[i].argument].in; break;
         case Op::shuffle_xor: lanes[i].out = lanes[i ^ lanes[i].argument].in; break;
         case Op::ballot: lanes[i].out = all; break;
       }
@@ -307,8 +309,15 @@ struct Shared {
   static_assert(sizeof(T) == 4, "entries of four bytes");
   const char* name;
   Memory* memory;
+  tm_index from;
 
-  Shared(const char* name, size_t count) : name(name), memory(Machine::get().array(name)) {
+  Shared operator+(tm_index n) const {
+    Shared moved = *this;
+    moved.from += n;
+    return moved;
+  }
+  Shared() : name(nullptr), memory(nullptr), from(0) {}
+  Shared(const char* name, size_t count) : name(name), memory(Machine::get().array(name)), from(0) {
     if (memory->data.empty()) {
       memory->data.assign(count, 0xffbadbad);
       memory->writer.assign(count, -1);
@@ -317,7 +326,8 @@ struct Shared {
       memory->read.assign(count, -1);
     }
   }
-  Cell<T> operator[](tm_index i) const {
+  Cell<T> operator[](tm_index at) const {
+    const tm_index i = from + at;
     if (i < 0 || i >= tm_index(memory->data.size())) fail(std::string(name) + "[" + std::to_string(i) + "] of " + std::to_string(memory->data.size()));
     return Cell<T>{*memory, name, i};
   }
@@ -326,13 +336,14 @@ struct Shared {
 // An input.
 template <typename T>
 struct In {
-  const char* name;
-  const T* data;
-  tm_index count;
+  const char* name = nullptr;
+  const T* data = nullptr;
+  tm_index count = 0, from = 0;
   T operator[](tm_index i) const {
-    if (i < 0 || i >= count) fail(std::string(name) + "[" + std::to_string(i) + "] of " + std::to_string(count));
-    return data[i];
+    if (from + i < 0 || from + i >= count) fail(std::string(name) + "[" + std::to_string(from + i) + "] of " + std::to_string(count));
+    return data[from + i];
   }
+  In operator+(tm_index n) const { return {name, data, count, from + n}; }
 };
 
 // An output; every element is written once.
@@ -366,6 +377,7 @@ typedef host::Half tm_half;
 
 #define TM_INLINE inline
 #define TM_UNROLL
+#define TM_LOOP
 #define TM_OUT(T) host::Out<T>
 #define TM_SHARED(T, name, count) const host::Shared<T> name(#name, count)
 #define TM_BARRIER() host::Machine::get().pause(host::Wait::barrier, __LINE__)
@@ -381,6 +393,9 @@ typedef host::Half tm_half;
 #define tm_tanh(x) std::tanh(x)
 #define tm_rint(x) std::nearbyint(x)
 #define tm_floor(x) std::floor(x)
+#define tm_greater(a, b) std::fmax(a, b)
+#define tm_least(a, b) std::min<uint>(a, b)
+#define tm_funnel(low, high, shift) (((low) >> (shift)) | (((high) << 1) << (31u - (shift))))
 
 #define tm_bits_of(x) host::to_bits(x)
 #define tm_float_of(bits) host::from_bits(bits)
@@ -391,7 +406,8 @@ typedef host::Half tm_half;
 #define tm_max(x) host::from_bits(host::Machine::get().across(host::Op::max, host::pack(float(x)), 0, __LINE__))
 #define tm_min(x) host::Machine::get().across(host::Op::min, host::pack(uint(x)), 0, __LINE__)
 #define tm_shuffle_xor(x, mask) host::from_bits(host::Machine::get().across(host::Op::shuffle_xor, host::pack(float(x)), mask, __LINE__))
-#define tm_ballot(x) host::Machine::get().across(host::Op::ballot, uint(bool(x)), 0, __LINE__)
+#define tm_shuffle(x, from) host::from_bits(host::Machine::get().across(host::Op::shuffle, host::pack(float(x)), from, __LINE__))
+#define tm_ballot(x, lane) host::Machine::get().across(host::Op::ballot, uint(bool(x)), 0, __LINE__)
 
 #define thread_index_in_simdgroup uint(host::Machine::get().self % 32)
 #define simdgroup_index_in_threadgroup uint(host::Machine::get().self / 32)

@@ -1,14 +1,15 @@
 //! How tokens enter a cache: sinks first, then the window, and from the window into packed blocks.
 
-use super::tiers::Retired;
+use super::held::Retired;
+use super::segments::{joinable, joined, write};
 use super::undo::Undo;
 use super::{Exact, SequenceCache};
-use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::BLOCK;
+use crate::codec::codes::{Buffer, Frame};
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
-use crate::error::{Error, Result};
+use crate::engine::attention::{Segment, Stored};
+use crate::error::Result;
 use std::sync::Arc;
 
 /// Fewest rows by which an exact buffer grows until it has its full size.
@@ -19,10 +20,6 @@ pub(super) fn rows_for(needed: usize, most: usize) -> usize {
     let step = (needed.min(most).next_power_of_two() / 8).max(STEP);
     needed.next_multiple_of(step).min(most)
 }
-
-/// Tokens up to which neighbouring packed blocks of one codec are joined into one segment. A join copies one side: this bounds what is
-/// held twice for a moment, 3 % of a cache of 32K tokens.
-const SEGMENT: usize = 2048;
 
 impl<E: Engine + Clone> SequenceCache<E> {
     /// Appends checked tokens.
@@ -79,7 +76,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Tokens that the window holds before a block leaves it; a layer without a codec or a limit keeps everything there.
     pub(super) fn full_window(&self) -> usize {
         let leave = self.codecs.iter().any(Option::is_some) || self.limit().is_some();
-        if leave { self.recipe.window + BLOCK } else { usize::MAX }
+        if leave { self.recipe.window + TOKENS_PER_BLOCK } else { usize::MAX }
     }
 
     /// Writes rows behind those of the window.
@@ -164,7 +161,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
     /// Packs the oldest block of the window; `coming` tokens of the call come behind it.
     fn flush(&mut self, undo: &mut Undo<E::Tensor>, coming: usize) -> Result<()> {
         let Some(window) = &self.window else { return Ok(()) };
-        let (keys, values) = (window.keys.slice(2, 0, BLOCK)?, window.values.slice(2, 0, BLOCK)?);
+        let (keys, values) =
+            (window.keys.slice(2, 0, TOKENS_PER_BLOCK)?, window.values.slice(2, 0, TOKENS_PER_BLOCK)?);
         let frames = match &self.frames {
             Some(frames) => frames.clone(),
             None => {
@@ -180,12 +178,12 @@ impl<E: Engine + Clone> SequenceCache<E> {
             }
         };
         let start = self.offset - self.window_len;
-        let exact = |rows: E::Tensor| Stored::Exact { rows, len: BLOCK };
+        let exact = |rows: E::Tensor| Stored::Exact { rows, len: TOKENS_PER_BLOCK };
         let fresh = Segment { start, keys: exact(keys), values: exact(values) };
         // Views, which the next tokens copy into buffers of their own.
-        let rest = |rows: &E::Tensor| rows.slice(2, BLOCK, self.window_len);
+        let rest = |rows: &E::Tensor| rows.slice(2, TOKENS_PER_BLOCK, self.window_len);
         let (rest_k, rest_v) = (rest(&window.keys)?, rest(&window.values)?);
-        let left = self.window_len - BLOCK;
+        let left = self.window_len - TOKENS_PER_BLOCK;
         let rest = Exact { keys: rest_k, values: rest_v, capacity: left };
         let may_be_rejected = coming <= self.reach();
         let mut border = match may_be_rejected {
@@ -246,56 +244,4 @@ impl<E: Engine + Clone> SequenceCache<E> {
         last.values = joined(&last.values, &packed.values)?;
         Ok(())
     }
-}
-
-/// Writes rows into an exact buffer that has room for them, from row `start` on.
-pub(super) fn write<E: Engine>(
-    engine: &E,
-    exact: Option<&mut Exact<E::Tensor>>,
-    start: usize,
-    keys: &E::Tensor,
-    values: &E::Tensor,
-) -> Result<()> {
-    if let Some(exact) = exact.filter(|_| keys.shape()[2] > 0) {
-        engine.write(&mut exact.keys, start, keys)?;
-        engine.write(&mut exact.values, start, values)?;
-    }
-    Ok(())
-}
-
-/// Whether two neighbours can be one segment: codes of one codec or exact rows on both sides, and not too long.
-fn joinable<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> bool {
-    let alike = |a: &Stored<T>, b: &Stored<T>| match (a, b) {
-        (Stored::Packed(a), Stored::Packed(b)) => a.codec().same(b.codec()),
-        (Stored::Exact { .. }, Stored::Exact { .. }) => true,
-        _ => false,
-    };
-    a.keys.len() + b.keys.len() <= SEGMENT
-        && a.start + a.keys.len() == b.start
-        && alike(&a.keys, &b.keys)
-        && alike(&a.values, &b.values)
-}
-
-/// One side of two neighbours that are alike.
-fn joined<T: Buffer>(a: &Stored<T>, b: &Stored<T>) -> Result<Stored<T>> {
-    match (a, b) {
-        (Stored::Packed(a), Stored::Packed(b)) => Codes::concat(&[a.clone(), b.clone()]).map(Stored::Packed),
-        (Stored::Exact { rows: a, len: n }, Stored::Exact { rows: b, len: m }) => {
-            let rows = T::concat(2, &[a.slice(2, 0, *n)?, b.slice(2, 0, *m)?])?;
-            Ok(Stored::Exact { rows, len: n + m })
-        }
-        _ => Err(Error::Unsupported {
-            field: "segment",
-            value: "codes beside exact rows".into(),
-            reason: "sides have to be alike".into(),
-        }),
-    }
-}
-
-/// One segment from two neighbours, if they can be one.
-pub(super) fn join<T: Buffer>(a: &Segment<T>, b: &Segment<T>) -> Option<Result<Segment<T>>> {
-    let join = || {
-        Ok(Segment { start: a.start, keys: joined(&a.keys, &b.keys)?, values: joined(&a.values, &b.values)? })
-    };
-    joinable(a, b).then(join)
 }

@@ -7,9 +7,9 @@ use super::append::rows_for;
 use super::report::DRAFT;
 use super::tiers::tier_codecs;
 use crate::codec::Codec;
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::error::{Error, Result};
-use crate::policy::{Action, Block, ModelShape, ProgressivePolicy, TierPolicy};
+use crate::policy::{Action, BlockFacts, ModelShape, ProgressivePolicy, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::Side;
 use serde::Serialize;
@@ -20,7 +20,7 @@ const WINDOW: &str = "window";
 
 /// The layout of caches by a recipe and a tier policy.
 #[derive(Clone, Debug)]
-pub struct Plan {
+pub struct CapacityPlan {
     policy: TierPolicy,
     shape: ModelShape,
     sinks: usize,
@@ -49,13 +49,13 @@ pub struct PlanPart {
     pub bytes: usize,
 }
 
-impl Plan {
+impl CapacityPlan {
     /// The plan of caches by a recipe and a policy.
     ///
     /// # Errors
     /// [`crate::Error::Unsupported`] if the recipe has no form for these head dims or at a tier's bits, or the model has more than
     /// 2^32 heads.
-    pub fn new(recipe: &Recipe, policy: &TierPolicy, shape: &ModelShape) -> Result<Plan> {
+    pub fn new(recipe: &Recipe, policy: &TierPolicy, shape: &ModelShape) -> Result<CapacityPlan> {
         if shape.layers.checked_mul(shape.kv_heads).is_none_or(|heads| heads > 1 << 32) {
             let value = format!("{} layers of {} KV heads", shape.layers, shape.kv_heads);
             return Err(Error::Unsupported { field: "shape", value, reason: "at most 2^32 heads".into() });
@@ -78,7 +78,7 @@ impl Plan {
             .iter()
             .enumerate()
             .filter_map(|(i, &(centred, dim))| Some(4 * dim * spec(i)?.tables(centred)));
-        Ok(Plan {
+        Ok(CapacityPlan {
             policy: policy.clone(),
             shape: *shape,
             sinks: recipe.sinks,
@@ -102,9 +102,9 @@ impl Plan {
             bytes: product([heads, rows, 2 * (key_dim + value_dim)]),
         };
         let sinks = self.sinks.min(tokens);
-        let (full, rest) = (self.window + BLOCK, tokens - sinks);
+        let (full, rest) = (self.window + TOKENS_PER_BLOCK, tokens - sinks);
         let count = self.packed_blocks(tokens);
-        let held = rest - count * BLOCK;
+        let held = rest - count * TOKENS_PER_BLOCK;
         let most = if self.blocks { full } else { usize::MAX };
         let rows = if count > 0 { full } else { rows_for(held, most) };
         let mut parts = vec![];
@@ -119,7 +119,7 @@ impl Plan {
         parts.push(exact(WINDOW, held, rows));
         let bytes = if count > 0 { heads * self.table_bytes } else { 0 };
         parts.push(PlanPart { tier: "tables".into(), tokens: 0, key_bits: 32.0, value_bits: 32.0, bytes });
-        let behind_border = if count > 0 { held + BLOCK - full } else { usize::MAX };
+        let behind_border = if count > 0 { held + TOKENS_PER_BLOCK - full } else { usize::MAX };
         if behind_border <= 2 * self.draft {
             parts.push(PlanPart { bytes: self.draft_bytes(sinks, count), ..exact(DRAFT, 0, 0) });
         }
@@ -129,7 +129,11 @@ impl Plan {
     /// Blocks that have left the window of a cache of `tokens` tokens.
     fn packed_blocks(&self, tokens: usize) -> usize {
         let behind_sinks = tokens.saturating_sub(self.sinks);
-        if self.blocks { behind_sinks.saturating_sub(self.window + BLOCK).div_ceil(BLOCK) } else { 0 }
+        if self.blocks {
+            behind_sinks.saturating_sub(self.window + TOKENS_PER_BLOCK).div_ceil(TOKENS_PER_BLOCK)
+        } else {
+            0
+        }
     }
 
     /// Packed tokens of each tier. Of a policy by age whole runs of blocks are counted at once: a search for the longest context asks
@@ -137,13 +141,13 @@ impl Plan {
     fn tokens_by_tier(&self, sinks: usize, count: usize) -> Vec<usize> {
         let mut tiers = vec![0; self.tiers.len()];
         match &self.policy {
-            TierPolicy::None => tiers[0] = count * BLOCK,
+            TierPolicy::None => tiers[0] = count * TOKENS_PER_BLOCK,
             TierPolicy::Progressive(policy) => {
                 let mut younger = 0;
                 for (tokens, tier) in tiers.iter_mut().zip(policy.tiers()) {
                     let end =
                         tier.until.map_or(count, |until| self.blocks_before(until).min(count)).max(younger);
-                    *tokens = (end - younger) * BLOCK;
+                    *tokens = (end - younger) * TOKENS_PER_BLOCK;
                     younger = end;
                 }
             }
@@ -160,7 +164,7 @@ impl Plan {
 
     /// How many of the newest blocks are younger than an age.
     fn blocks_before(&self, until: usize) -> usize {
-        until.saturating_sub(self.window).div_ceil(BLOCK)
+        until.saturating_sub(self.window).div_ceil(TOKENS_PER_BLOCK)
     }
 
     /// Bytes that are kept while the newest of `count` blocks can be taken back: its exact rows, and older blocks that the policy has
@@ -180,7 +184,7 @@ impl Plan {
                 let mut pushed: Vec<usize> =
                     ends.filter(|end| (1..count).contains(end)).map(|end| end - 1).collect();
                 pushed.dedup();
-                let was = |block: usize| policy.tier(block * BLOCK + self.window);
+                let was = |block: usize| policy.tier(block * TOKENS_PER_BLOCK + self.window);
                 pushed.into_iter().map(was).filter(|tier| *tier < self.tiers.len()).collect()
             }
             TierPolicy::Attention(_) => {
@@ -190,23 +194,23 @@ impl Plan {
                 changed.filter_map(|(b, _)| tier_after(b.1)).collect()
             }
         };
-        let old: usize = changed.into_iter().map(|tier| BLOCK * row(tier)).sum();
-        product([layers, kv_heads, BLOCK * 2 * (key_dim + value_dim) + old])
+        let old: usize = changed.into_iter().map(|tier| TOKENS_PER_BLOCK * row(tier)).sum();
+        product([layers, kv_heads, TOKENS_PER_BLOCK * 2 * (key_dim + value_dim) + old])
     }
 
     /// What the policy would be shown, and its answer.
-    fn blocks(&self, sinks: usize, count: usize) -> Vec<(Block, Action)> {
+    fn blocks(&self, sinks: usize, count: usize) -> Vec<(BlockFacts, Action)> {
         let all = (count * (count + 1) / 2) as f32;
-        let block = |j: usize| Block {
-            start: sinks + j * BLOCK,
-            len: BLOCK,
-            age: (count - 1 - j) * BLOCK + self.window,
+        let block = |j: usize| BlockFacts {
+            start: sinks + j * TOKENS_PER_BLOCK,
+            len: TOKENS_PER_BLOCK,
+            age: (count - 1 - j) * TOKENS_PER_BLOCK + self.window,
             mass: (j + 1) as f32 / all,
             observed: u32::MAX,
             tier: 0,
             pinned: false,
         };
-        let blocks: Vec<Block> = (0..count).map(block).collect();
+        let blocks: Vec<BlockFacts> = (0..count).map(block).collect();
         let actions = self.policy.decide(&blocks);
         blocks.into_iter().zip(actions).collect()
     }
@@ -224,7 +228,7 @@ impl Plan {
         held.saturating_add(draft)
     }
 
-    /// Bytes of what the tokens need, [`super::LayerCache::used_bytes`] of all layers: [`Plan::bytes`] less exact rows that hold no
+    /// Bytes of what the tokens need, [`super::LayerCache::used_bytes`] of all layers: [`CapacityPlan::bytes`] less exact rows that hold no
     /// token yet, and less what is kept for drafts.
     pub fn used_bytes(&self, tokens: usize) -> usize {
         let ModelShape { layers, kv_heads, key_dim, value_dim } = self.shape;
@@ -280,11 +284,11 @@ pub(super) fn longest(budget: usize, bytes: impl Fn(usize) -> usize) -> usize {
 }
 
 impl ProgressivePolicy {
-    /// The longest context of a model whose cache fits into `budget` bytes, see [`Plan::capacity`].
+    /// The longest context of a model whose cache fits into `budget` bytes, see [`CapacityPlan::capacity`].
     ///
     /// # Errors
-    /// As [`Plan::new`].
+    /// As [`CapacityPlan::new`].
     pub fn capacity(&self, recipe: &Recipe, shape: &ModelShape, budget: usize) -> Result<usize> {
-        Ok(Plan::new(recipe, &TierPolicy::Progressive(self.clone()), shape)?.capacity(budget))
+        Ok(CapacityPlan::new(recipe, &TierPolicy::Progressive(self.clone()), shape)?.capacity(budget))
     }
 }

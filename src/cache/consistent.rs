@@ -3,13 +3,13 @@
 //! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
 //! belong to the codecs, and a policy's blocks are those of the body.
 
-use super::tiers::Seen;
+use super::held::Seen;
 use super::{LayerShape, SequenceCache};
-use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Frame, check_dtypes};
-use crate::compressor::BLOCK;
+use crate::codec::codes::{Buffer, Frame, check_dtypes};
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored};
 use crate::error::{Error, Result};
 use std::ops::Range;
 use std::sync::Arc;
@@ -74,14 +74,14 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let Some(border) = &self.border else { return Ok(()) };
         let (at, full) = (border.at, self.full_window());
         let behind = self.offset.checked_sub(at).filter(|n| (1..=self.reach()).contains(n));
-        if behind.map(|n| n + full - BLOCK) != Some(self.window_len) || at < full {
+        if behind.map(|n| n + full - TOKENS_PER_BLOCK) != Some(self.window_len) || at < full {
             return Err(misfit(format!("a border at {at}, the offset is {}", self.offset)));
         }
         let LayerShape { key_dim, value_dim } = self.shape;
         for (rows, dim) in border.block.iter().zip([key_dim, value_dim]) {
             self.engine.dtype(rows)?;
-            if rows.shape() != [b, h, BLOCK, dim] {
-                let expected = format!("[{b}, {h}, {BLOCK}, {dim}]");
+            if rows.shape() != [b, h, TOKENS_PER_BLOCK, dim] {
+                let expected = format!("[{b}, {h}, {TOKENS_PER_BLOCK}, {dim}]");
                 return Err(Error::Shape { what: "border", expected, got: rows.shape() });
             }
         }

@@ -10,14 +10,12 @@
 //! between tiers, during 32 of every 128 tokens.
 
 use super::SequenceCache;
-use super::append::{join, write};
-use super::report::bytes_of;
-use super::tiers::Held;
-use super::undo::compacted;
-use crate::attention::{Segment, Stored, cut};
-use crate::codes::Buffer;
-use crate::compressor::BLOCK;
+use super::held::Held;
+use super::segments::{bytes_of, compacted, join, write};
+use crate::codec::codes::Buffer;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored, cut};
 use crate::error::{Error, Result};
 use crate::policy::Ema;
 use crate::tensor::Dtype;
@@ -103,11 +101,11 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let Some(window) = &self.window else {
             return Err(Error::Shape { what: "window", expected: "one or more tokens".into(), got: vec![] });
         };
-        let (full, rest) = (self.full_window(), self.full_window() - BLOCK);
+        let (full, rest) = (self.full_window(), self.full_window() - TOKENS_PER_BLOCK);
         let mut whole = self.room(&window.keys, &window.values, full)?;
         write(&self.engine, Some(&mut whole), 0, &border.block[0], &border.block[1])?;
         let (keys, values) = (window.keys.slice(2, 0, rest)?, window.values.slice(2, 0, rest)?);
-        write(&self.engine, Some(&mut whole), BLOCK, &keys, &values)?;
+        write(&self.engine, Some(&mut whole), TOKENS_PER_BLOCK, &keys, &values)?;
         let body = border.spans.iter().map(|&span| self.segment_before(border, span));
         self.body = body.collect::<Result<_>>()?;
         (self.window, self.window_len, self.offset) = (Some(whole), full, border.at);

@@ -5,9 +5,9 @@
 
 use super::batch::LayerUndo;
 use super::{LayerCache, LayerReport, LayerShape};
-use crate::attention::Rules;
-use crate::codes::Buffer;
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
+use crate::engine::attention::Rules;
 use crate::error::{Error, Result};
 use crate::policy::TierPolicy;
 use crate::recipe::Recipe;

@@ -5,11 +5,11 @@
 //! callers give and get are those of the batch, padding included.
 
 use super::padding::Group;
-use super::{Block, LayerShape, SequenceCache};
-use crate::attention::{Rules, Segment};
+use super::{BlockFacts, LayerShape, SequenceCache};
 use crate::codec::Codec;
-use crate::codes::Buffer;
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, Segment};
 use crate::error::{Error, Result};
 use crate::policy::TierPolicy;
 use crate::recipe::Recipe;
@@ -220,7 +220,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// back to the window as they decode.
     ///
     /// All rows of a batch lose the same `n`. Where they accept different numbers of drafts, trim what all reject and hide the rest by
-    /// [`crate::attention::Rules::mask`].
+    /// [`crate::engine::attention::Rules::mask`].
     ///
     /// # Errors
     /// The engine's own; the cache is then as it was.
@@ -262,10 +262,10 @@ impl<E: Engine + Clone> LayerCache<E> {
     }
 
     /// What the policy sees, for each group of sequences of equal padding.
-    pub fn blocks(&self) -> Vec<Block> {
+    pub fn blocks(&self) -> Vec<BlockFacts> {
         let of = |g: &Group<E>| {
             let padding = g.padding;
-            g.cache.blocks().into_iter().map(move |b| Block { start: b.start + padding, ..b })
+            g.cache.blocks().into_iter().map(move |b| BlockFacts { start: b.start + padding, ..b })
         };
         self.groups.iter().flat_map(of).collect()
     }

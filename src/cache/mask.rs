@@ -1,11 +1,11 @@
 //! The mask for queries that are about to be appended, for callers that attend by themselves on what `update_and_fetch` gives.
 
+use super::held::Held;
 use super::padding::Group;
-use super::tiers::Held;
 use super::{LayerCache, SequenceCache};
-use crate::attention::{Rules, positions, span};
-use crate::compressor::BLOCK;
+use crate::compressor::TOKENS_PER_BLOCK;
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, positions, span};
 use crate::error::{Error, Result};
 use crate::policy::Action;
 use std::ops::Range;
@@ -95,7 +95,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let mut blocks = tiers.blocks.clone();
         while offset.saturating_add(full - window) < end {
             offset += full - window;
-            window = full - BLOCK;
+            window = full - TOKENS_PER_BLOCK;
             blocks.push(Held::fresh(offset - full));
             let actions = tiers.policy.decide(&tiers.facts(&blocks, offset));
             let mut kept = vec![];

@@ -2,7 +2,7 @@
 //!
 //! Layers with a sliding window hold its newest tokens in half precision, as mlx-lm does, and do not grow with the context.
 
-use super::capacity::{Plan, longest};
+use super::capacity::{CapacityPlan, longest};
 use crate::error::{Error, Result};
 use crate::policy::{ModelShape, TierPolicy};
 use crate::recipe::Recipe;
@@ -68,7 +68,7 @@ pub fn models() -> Result<Vec<Model>> {
 /// What caches of a model cost by a recipe and a policy.
 #[derive(Clone, Debug)]
 pub struct ModelPlan {
-    plan: Plan,
+    plan: CapacityPlan,
     sliding: Sliding,
     /// Half-precision bytes of a token in one layer.
     token_bytes: usize,
@@ -78,7 +78,7 @@ impl ModelPlan {
     /// The plan of a model.
     ///
     /// # Errors
-    /// As [`Plan::new`]; [`Error::Unsupported`] if more layers slide than there are.
+    /// As [`CapacityPlan::new`]; [`Error::Unsupported`] if more layers slide than there are.
     pub fn new(model: &Model, recipe: &Recipe, policy: &TierPolicy) -> Result<ModelPlan> {
         let sliding = model.sliding.unwrap_or(Sliding { layers: 0, window: 0 });
         let Some(layers) = model.layers.checked_sub(sliding.layers) else {
@@ -90,7 +90,7 @@ impl ModelPlan {
             });
         };
         let Model { kv_heads, key_dim, value_dim, .. } = *model;
-        let plan = Plan::new(recipe, policy, &ModelShape { layers, kv_heads, key_dim, value_dim })?;
+        let plan = CapacityPlan::new(recipe, policy, &ModelShape { layers, kv_heads, key_dim, value_dim })?;
         Ok(ModelPlan { plan, sliding, token_bytes: kv_heads * 2 * (key_dim + value_dim) })
     }
 
@@ -103,7 +103,7 @@ impl ModelPlan {
         self.sliding.layers * self.sliding.window.min(tokens) * self.token_bytes
     }
 
-    /// The longest context whose cache fits into `budget` bytes, see [`Plan::capacity`].
+    /// The longest context whose cache fits into `budget` bytes, see [`CapacityPlan::capacity`].
     pub fn capacity(&self, budget: usize) -> usize {
         longest(budget, |tokens| self.plan.most_bytes(tokens).saturating_add(self.sliding_bytes(tokens)))
     }

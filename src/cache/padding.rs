@@ -1,9 +1,9 @@
 //! Sequences of equal left padding: which parts of a batch are theirs, and where what they give belongs in it.
 
 use super::{LayerCache, SequenceCache};
-use crate::attention::{Rules, Segment, positions};
-use crate::codes::Buffer;
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, Segment, positions};
 use crate::error::Result;
 use std::ops::Range;
 

@@ -1,9 +1,10 @@
 //! What a cache holds: one line a segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
 
+use super::segments::bytes_of;
 use super::{Exact, SequenceCache};
-use crate::attention::Stored;
-use crate::codes::{Buffer, Frame};
+use crate::codec::codes::{Buffer, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::Stored;
 use crate::policy::Ema;
 use serde::Serialize;
 
@@ -12,7 +13,7 @@ pub(super) const DRAFT: &str = "draft";
 
 /// A run of tokens of one tier.
 #[derive(Clone, Debug, PartialEq, Serialize)]
-pub struct Part {
+pub struct PartReport {
     /// `sinks`, `window`, `draft` (no tokens: what is kept so that the newest block can be taken back), or the name of the tier.
     pub tier: String,
     /// Position of the first token.
@@ -33,7 +34,7 @@ pub struct Part {
 #[derive(Clone, Debug, PartialEq, Serialize)]
 pub struct LayerReport {
     /// The segments in token order.
-    pub parts: Vec<Part>,
+    pub parts: Vec<PartReport>,
     /// Bytes of tables: frames, calibrated levels, and the queries from which gains are yet to be made.
     pub table_bytes: usize,
     /// Position of the next token.
@@ -106,7 +107,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         for segment in self.segments() {
             let (start, tokens) = (segment.start, segment.keys.len());
             let in_body = self.body.iter().any(|b| b.start == start);
-            let inside = |b: &&super::tiers::Held| (start..start + tokens).contains(&b.start);
+            let inside = |b: &&super::held::Held| (start..start + tokens).contains(&b.start);
             let tiers = self.tiers.as_ref().filter(|_| in_body);
             let (tier, mass) = match tiers.and_then(|t| Some((t, t.blocks.iter().find(inside)?))) {
                 Some((tiers, first)) => (
@@ -117,7 +118,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 None if start < self.sinks_len => ("sinks".into(), masses[0].value()),
                 None => ("window".into(), masses[1].value()),
             };
-            parts.push(Part {
+            parts.push(PartReport {
                 tier,
                 start,
                 tokens,
@@ -136,7 +137,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         }
         if let Some(border) = &self.border {
             let side = |i: usize| self.engine.dtype(&border.block[i]).map(|d| 8.0 * d.bytes() as f32);
-            parts.push(Part {
+            parts.push(PartReport {
                 tier: DRAFT.into(),
                 start: border.at - self.full_window(),
                 tokens: 0,
@@ -150,9 +151,9 @@ impl<E: Engine + Clone> SequenceCache<E> {
         Ok(LayerReport { parts, table_bytes, offset, limit })
     }
 
-    fn empty(&self, tier: &str, exact: &Exact<E::Tensor>) -> crate::Result<Part> {
+    fn empty(&self, tier: &str, exact: &Exact<E::Tensor>) -> crate::Result<PartReport> {
         let bits = |rows: &E::Tensor| self.engine.dtype(rows).map(|d| 8.0 * d.bytes() as f32);
-        Ok(Part {
+        Ok(PartReport {
             tier: tier.into(),
             start: self.offset,
             tokens: 0,
@@ -166,11 +167,4 @@ impl<E: Engine + Clone> SequenceCache<E> {
 
 fn bytes_of_exact<T: Buffer>(exact: &Exact<T>) -> usize {
     exact.keys.nbytes() + exact.values.nbytes()
-}
-
-pub(super) fn bytes_of<T: Buffer>(side: &Stored<T>) -> usize {
-    match side {
-        Stored::Exact { rows, .. } => rows.nbytes(),
-        Stored::Packed(codes) => codes.words().nbytes() + codes.scales().nbytes(),
-    }
 }

@@ -5,16 +5,17 @@
 
 use super::consistent::misfit;
 use super::draft::Border;
-use super::tiers::{Held, Seen};
+use super::held::{Held, Seen};
 use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
-use crate::attention::{Segment, Stored};
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored};
 use crate::error::{Error, Result};
 use crate::policy::{Ema, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::CodecSpec;
+use crate::tensor::Tensor;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -58,7 +59,7 @@ struct Meta {
     sinks: usize,
     window: usize,
     framed: bool,
-    body: Vec<Run>,
+    body: Vec<StoredRun>,
     tiers: Option<TierMeta>,
     /// Positions of the queries.
     #[serde(default)]
@@ -72,7 +73,7 @@ struct Meta {
 #[derive(Serialize, Deserialize)]
 struct BorderMeta {
     at: usize,
-    old: Vec<Run>,
+    old: Vec<StoredRun>,
     spans: Vec<(usize, usize)>,
     framed: bool,
     asked: Vec<Range<usize>>,
@@ -81,7 +82,7 @@ struct BorderMeta {
 
 /// Tokens of a segment, and the specs of what is packed of it.
 #[derive(Serialize, Deserialize)]
-struct Run {
+struct StoredRun {
     start: usize,
     len: usize,
     specs: [Option<CodecSpec>; 2],
@@ -127,7 +128,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         }
         for (side, codec) in SIDES.iter().zip(&self.codecs) {
             if let Some(levels) = codec.as_ref().and_then(|c| c.fitted()) {
-                let levels = crate::Tensor::new(&[levels.len()], levels.to_vec())?;
+                let levels = Tensor::new(&[levels.len()], levels.to_vec())?;
                 arrays.insert(format!("levels.{side}"), self.engine.put(&levels)?);
             }
         }
@@ -213,8 +214,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
             Ok(Frame { centre: table("centre")?, gain: table("gain")?, order: table("order")? })
         };
         let frames = [frame(SIDES[0])?, frame(SIDES[1])?];
-        let segments = |part: &str, runs: &[Run]| -> Result<Vec<Segment<E::Tensor>>> {
-            let side = |i: usize, run: &Run, k: usize| -> Result<Stored<E::Tensor>> {
+        let segments = |part: &str, runs: &[StoredRun]| -> Result<Vec<Segment<E::Tensor>>> {
+            let side = |i: usize, run: &StoredRun, k: usize| -> Result<Stored<E::Tensor>> {
                 let name = |what: &str| format!("{part}.{i}.{}.{what}", SIDES[k]);
                 let Some(spec) = &run.specs[k] else {
                     let rows = array(&name("rows"))?;
@@ -226,7 +227,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 let (words, scales) = (array(&name("words"))?, array(&name("scales"))?);
                 Codes::new(codec, frames[k].clone(), words, scales).map(Stored::Packed)
             };
-            let segment = |(i, run): (usize, &Run)| {
+            let segment = |(i, run): (usize, &StoredRun)| {
                 let (keys, values) = (side(i, run, 0)?, side(i, run, 1)?);
                 if [keys.len(), values.len()] != [run.len; 2] {
                     let found = keys.len();
@@ -267,7 +268,7 @@ fn runs<T: Buffer>(
     part: &str,
     segments: &[Segment<T>],
     arrays: &mut BTreeMap<String, T>,
-) -> Result<Vec<Run>> {
+) -> Result<Vec<StoredRun>> {
     let mut runs = vec![];
     for (i, segment) in segments.iter().enumerate() {
         let mut specs = [None, None];
@@ -284,7 +285,7 @@ fn runs<T: Buffer>(
                 }
             }
         }
-        runs.push(Run { start: segment.start, len: segment.keys.len(), specs });
+        runs.push(StoredRun { start: segment.start, len: segment.keys.len(), specs });
     }
     Ok(runs)
 }

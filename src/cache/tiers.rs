@@ -5,18 +5,17 @@
 //! segment gets buffers of its own, so an evicted or recoded block frees its bytes at once.
 
 use super::SequenceCache;
-use super::append::join;
-use super::undo::{Undo, compacted};
-use crate::attention::{Rules, Segment, Stored, cut};
+use super::held::{Held, Retired, Seen};
+use super::segments::{compacted, join};
+use super::undo::Undo;
 use crate::codec::Codec;
-use crate::codes::{Buffer, Codes, Frame};
-use crate::compressor::BLOCK;
+use crate::codec::codes::{Buffer, Codes, Frame};
 use crate::engine::Engine;
+use crate::engine::attention::{Rules, Segment, Stored, cut};
 use crate::error::{Error, Result};
-use crate::policy::{Action, Bits, Block, Ema, TierPolicy};
+use crate::policy::{Action, Bits, BlockFacts, Ema, TierPolicy};
 use crate::recipe;
 use crate::tensor::Dtype;
-use serde::{Deserialize, Serialize};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -24,15 +23,6 @@ use std::sync::Arc;
 pub const OBSERVE_EVERY: usize = 16;
 /// Tokens that are recoded in one batch: a bound for the dense copy.
 const BATCH: usize = 512;
-
-/// A block as the cache keeps track of it.
-#[derive(Clone, Copy, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Held {
-    pub(super) start: usize,
-    pub(super) len: usize,
-    pub(super) tier: usize,
-    pub(super) mass: Ema,
-}
 
 /// The policy of a cache and what it has observed.
 #[derive(Clone, Debug)]
@@ -49,28 +39,8 @@ pub(super) struct Tiers {
     pub(super) seen: Vec<Seen>,
 }
 
-/// What the observations were before the queries of some tokens, which may be taken back.
-#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
-pub(super) struct Seen {
-    /// Positions of the queries.
-    pub(super) tokens: Range<usize>,
-    pub(super) unobserved: usize,
-    /// Attention of the blocks, and of sinks and window, if these queries were observed.
-    masses: Option<(Vec<Ema>, [Ema; 2])>,
-}
-
-/// What a policy makes of a body.
-pub(super) struct Retired<T> {
-    pub(super) body: Vec<Segment<T>>,
-    pub(super) blocks: Vec<Held>,
-    /// Blocks that were recoded or dropped, as they were, where they are asked for.
-    pub(super) old: Vec<Segment<T>>,
-    /// Views of what was dropped, the fresh block included.
-    pub(super) dropped: Vec<Segment<T>>,
-}
-
 /// A run of tokens of one tier on its way into the body.
-struct Piece<T> {
+struct TierRun<T> {
     segment: Segment<T>,
     tier: usize,
     changed: bool,
@@ -93,17 +63,10 @@ pub fn tier_codecs(codecs: &[Option<Arc<Codec>>; 2], tiers: &[Bits]) -> Result<V
     tiers.iter().map(|b| Ok([side(&codecs[0], b.key)?, side(&codecs[1], b.value)?])).collect()
 }
 
-impl Held {
-    /// A block that has just left the window.
-    pub(super) fn fresh(start: usize) -> Held {
-        Held { start, len: BLOCK, tier: 0, mass: Ema::default() }
-    }
-}
-
 impl Tiers {
     /// What the policy sees of blocks when `offset` tokens have come.
-    pub(super) fn facts(&self, blocks: &[Held], offset: usize) -> Vec<Block> {
-        let fact = |b: &Held| Block {
+    pub(super) fn facts(&self, blocks: &[Held], offset: usize) -> Vec<BlockFacts> {
+        let fact = |b: &Held| BlockFacts {
             start: b.start,
             len: b.len,
             age: offset.saturating_sub(b.start + b.len),
@@ -191,7 +154,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
     }
 
     /// What the policy sees.
-    pub fn blocks(&self) -> Vec<Block> {
+    pub fn blocks(&self) -> Vec<BlockFacts> {
         self.tiers.as_ref().map_or(vec![], |tiers| tiers.facts(&tiers.blocks, self.offset))
     }
 
@@ -208,7 +171,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         let actions = tiers.policy.decide(&tiers.facts(&held, self.offset));
         let (mut old, mut dropped) = (vec![], vec![]);
         let mut blocks = Vec::with_capacity(held.len());
-        let mut body: Vec<Piece<E::Tensor>> = vec![];
+        let mut body: Vec<TierRun<E::Tensor>> = vec![];
         let mut at = 0;
         for (segment, is_fresh) in self.body.iter().map(|s| (s, false)).chain([(fresh, true)]) {
             let end = segment.start + segment.keys.len();
@@ -241,7 +204,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 blocks.extend_from_slice(run);
                 let piece =
                     if untouched { segment.clone() } else { self.recode(&view()?, tiers, tier, frames)? };
-                add(&mut body, Piece { segment: piece, tier, changed: !untouched })?;
+                add(&mut body, TierRun { segment: piece, tier, changed: !untouched })?;
             }
         }
         let body = body.into_iter().map(|p| p.segment).collect();
@@ -358,12 +321,12 @@ impl<E: Engine + Clone> SequenceCache<E> {
 }
 
 /// Puts a piece behind the body, joined to the last one if one of the two is new and both are of one tier.
-fn add<T: Buffer>(body: &mut Vec<Piece<T>>, piece: Piece<T>) -> Result<()> {
+fn add<T: Buffer>(body: &mut Vec<TierRun<T>>, piece: TierRun<T>) -> Result<()> {
     if let Some(last) = body.last_mut().filter(|last| last.tier == piece.tier)
         && (last.changed || piece.changed)
         && let Some(joined) = join(&last.segment, &piece.segment)
     {
-        *last = Piece { segment: joined?, tier: piece.tier, changed: true };
+        *last = TierRun { segment: joined?, tier: piece.tier, changed: true };
         return Ok(());
     }
     body.push(piece);

@@ -1,11 +1,12 @@
 //! How tokens leave a cache from its end, across the border between exact and packed.
 
-use super::append::{STEP, write};
-use super::undo::compacted;
+use super::append::STEP;
+use super::segments::compacted;
+use super::segments::write;
 use super::{Exact, SequenceCache};
-use crate::attention::{Segment, Stored, cut};
-use crate::codes::Buffer;
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
+use crate::engine::attention::{Segment, Stored, cut};
 use crate::error::Result;
 use crate::tensor::Dtype;
 use std::ops::Range;

@@ -5,12 +5,12 @@
 //! that a block is joined to would double the bytes that a join holds twice for a moment.
 
 use super::draft::Border;
-use super::tiers::{Held, Seen};
+use super::held::{Held, Seen};
+use super::segments::compacted;
 use super::{Exact, SequenceCache};
-use crate::attention::{Segment, Stored, cut};
-use crate::codes::{Buffer, Codes};
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
-use crate::error::Result;
+use crate::engine::attention::{Segment, cut};
 use crate::policy::Ema;
 use std::ops::Range;
 use std::sync::Arc;
@@ -28,11 +28,11 @@ pub(super) struct Undo<T> {
     evicted: Option<Vec<Segment<T>>>,
     sinks: Option<Option<Exact<T>>>,
     window: Option<Option<Exact<T>>>,
-    body: Option<Body<T>>,
+    body: Option<OldBody<T>>,
     tiers: Option<Observed>,
 }
 
-enum Body<T> {
+enum OldBody<T> {
     /// Blocks were only put behind it: segments, and tokens of the last one.
     Lengths(usize, usize),
     Segments(Vec<Segment<T>>),
@@ -104,7 +104,7 @@ impl<T: Buffer> Undo<T> {
     /// To be called before blocks are put behind the body.
     pub(super) fn lengthens_body<E: Engine<Tensor = T>>(&mut self, cache: &SequenceCache<E>) {
         let last = cache.body.last().map_or(0, |s| s.keys.len());
-        self.body.get_or_insert(Body::Lengths(cache.body.len(), last));
+        self.body.get_or_insert(OldBody::Lengths(cache.body.len(), last));
     }
 
     /// Puts another body in place.
@@ -114,7 +114,7 @@ impl<T: Buffer> Undo<T> {
         by: Vec<Segment<T>>,
     ) {
         let before = std::mem::replace(&mut cache.body, by);
-        self.body.get_or_insert(Body::Segments(before));
+        self.body.get_or_insert(OldBody::Segments(before));
     }
 
     /// To be called before what the tiers have observed changes.
@@ -142,8 +142,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
             self.window = window;
         }
         match undo.body {
-            Some(Body::Segments(body)) => self.body = body,
-            Some(Body::Lengths(segments, last)) => {
+            Some(OldBody::Segments(body)) => self.body = body,
+            Some(OldBody::Lengths(segments, last)) => {
                 self.body.truncate(segments);
                 if let Some(s) = self.body.last_mut().filter(|s| s.keys.len() > last)
                     && let Ok(shorter) = cut(s, 0, last)
@@ -159,18 +159,4 @@ impl<E: Engine + Clone> SequenceCache<E> {
             (tiers.unobserved, tiers.seen) = (before.unobserved, before.seen);
         }
     }
-}
-
-/// The same tokens in buffers of their own, so that a view does not keep a larger buffer alive.
-pub(super) fn compacted<E: Engine>(engine: &E, s: &Segment<E::Tensor>) -> Result<Segment<E::Tensor>> {
-    let own = |side: &Stored<E::Tensor>| -> Result<Stored<E::Tensor>> {
-        Ok(match side {
-            Stored::Exact { rows, len } => Stored::Exact { rows: engine.compact(rows)?, len: *len },
-            Stored::Packed(codes) => {
-                let (words, scales) = (engine.compact(codes.words())?, engine.compact(codes.scales())?);
-                Stored::Packed(Codes::new(codes.codec().clone(), codes.frame().clone(), words, scales)?)
-            }
-        })
-    };
-    Ok(Segment { start: s.start, keys: own(&s.keys)?, values: own(&s.values)? })
 }

@@ -10,14 +10,14 @@ use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
-use turbomoq::attention::{Rules, Segment, Stored};
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Residual;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::rng::Rng;
-use turbomoq::spec::Residual;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{Codes, Frame};
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -77,7 +77,7 @@ struct Check {
 
 /// The least length from which packed rows are the faster ones at every length tried.
 #[derive(Serialize)]
-struct Crossover {
+struct FasterFrom {
     engine: &'static str,
     recipe: String,
     tokens: Option<usize>,
@@ -93,7 +93,7 @@ struct Output {
     gpu: bool,
     checks: Vec<Check>,
     cells: Vec<Cell>,
-    crossovers: Vec<Crossover>,
+    crossovers: Vec<FasterFrom>,
 }
 
 /// The name of what the recipes are compared with.
@@ -131,7 +131,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         let cache = cache(arguments, recipe.as_ref(), CHECKED, Dtype::F32)?;
         check(&Cpu, arguments, name, &cache, &mut output.checks)?;
         #[cfg(feature = "mlx")]
-        check(&turbomoq::graph::Graph::new(), arguments, name, &cache, &mut output.checks)?;
+        check(&turbomoq::Mlx::new(), arguments, name, &cache, &mut output.checks)?;
     }
     let mut lengths = arguments.tokens.clone();
     lengths.sort_unstable();
@@ -142,7 +142,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
             let segments = cache.segments();
             time(&Cpu, arguments, name, tokens, &segments, &mut output.cells)?;
             #[cfg(feature = "mlx")]
-            time(&turbomoq::graph::Graph::new(), arguments, name, tokens, &segments, &mut output.cells)?;
+            time(&turbomoq::Mlx::new(), arguments, name, tokens, &segments, &mut output.cells)?;
         }
     }
     compare(&mut output, &recipes.iter().map(|r| r.0.as_str()).collect::<Vec<_>>());
@@ -167,7 +167,7 @@ fn in_range(field: &'static str, n: usize) -> Result<()> {
 
 fn gpu() -> bool {
     #[cfg(feature = "mlx")]
-    return turbomoq::graph::on_gpu();
+    return turbomoq::mlx::on_gpu();
     #[cfg(not(feature = "mlx"))]
     false
 }
@@ -326,7 +326,7 @@ fn compare(output: &mut Output, recipes: &[&str]) {
             let of = output.cells.iter().filter(|c| c.engine == engine && c.recipe == *recipe);
             let slowest = of.clone().filter(|c| c.times_exact < 1.0).map(|c| c.tokens).max();
             let tokens = of.map(|c| c.tokens).filter(|t| slowest.is_none_or(|s| *t > s)).min();
-            output.crossovers.push(Crossover { engine, recipe: recipe.to_string(), tokens });
+            output.crossovers.push(FasterFrom { engine, recipe: recipe.to_string(), tokens });
         }
     }
 }

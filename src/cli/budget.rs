@@ -6,12 +6,12 @@ use super::say::say;
 use super::{print_json, table};
 use serde::Serialize;
 use std::path::{Path, PathBuf};
+use turbomoq::BitPlan;
+use turbomoq::Side;
+use turbomoq::allocation::calibration::{Calibration, Unit};
+use turbomoq::allocation::{loss, plan};
 use turbomoq::archive::{parked_bytes, plan_within};
-use turbomoq::bit_plan::BitPlan;
-use turbomoq::calibration::{Calibration, Unit};
 use turbomoq::policy::ModelShape;
-use turbomoq::policy::allocation::{loss, plan};
-use turbomoq::spec::Side;
 use turbomoq::{Error, Recipe, Result};
 
 /// The part of the arguments that concerns a budget.

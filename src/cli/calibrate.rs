@@ -5,10 +5,12 @@
 
 use super::say::say;
 use std::path::{Path, PathBuf};
-use turbomoq::calibration::{Calibration, score_heads};
-use turbomoq::policy::{HeadScores, ModelShape};
+use turbomoq::allocation::HeadScores;
+use turbomoq::allocation::calibration::{Calibration, score_heads};
+use turbomoq::internals::io::files;
+use turbomoq::policy::ModelShape;
 use turbomoq::prompt_cache::{Layer, PromptCache};
-use turbomoq::{Error, Result, Tensor, files};
+use turbomoq::{Error, Result, Tensor};
 
 /// Arguments of the command.
 #[derive(clap::Args)]

@@ -40,7 +40,7 @@ pub struct Arguments {
 }
 
 #[derive(Serialize)]
-struct Row {
+struct CapacityLine {
     model: String,
     budget: usize,
     recipe: String,
@@ -94,7 +94,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
                 };
                 Ok(Agents { tokens, live: plan.agents(tokens, budget), parked })
             };
-            rows.push(Row {
+            rows.push(CapacityLine {
                 model: model.name.clone(),
                 budget,
                 recipe: name.into(),
@@ -137,7 +137,7 @@ fn check(model: &Model) -> Option<Checked> {
     Some(Checked { model: model.name.clone(), claim, follows, holds })
 }
 
-fn print(arguments: &Arguments, rows: &[Row], claims: &[Checked]) {
+fn print(arguments: &Arguments, rows: &[CapacityLine], claims: &[Checked]) {
     let kilo = |tokens: f64| format!("{:.0}K", tokens / 1e3);
     say!(
         "{} of memory, {} of them reserved; real bytes, everything counted",

@@ -5,9 +5,9 @@ use super::verify::{RoundTrip, rows};
 use super::{EngineName, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
+use turbomoq::Side;
 use turbomoq::prompt_cache::PromptCache;
-use turbomoq::report::Row;
-use turbomoq::spec::Side;
+use turbomoq::quality::QualityRow;
 use turbomoq::{Error, Recipe, Result};
 
 /// What is compared where no recipe is named: the presets at four bits, then at fewer.
@@ -77,7 +77,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
         match arguments.engine.run(RoundTrip { cache: &cache, recipe }) {
             Ok((archive, restored, ms)) => {
                 let rows = rows(&cache, &restored, &archive, None)?;
-                let mean = |side: Side, f: fn(&Row) -> f64| {
+                let mean = |side: Side, f: fn(&QualityRow) -> f64| {
                     let of: Vec<f64> = rows.iter().filter(|r| r.side == side).map(f).collect();
                     of.iter().sum::<f64>() / of.len().max(1) as f64
                 };

@@ -4,10 +4,10 @@ use super::say::say;
 use super::{EngineName, OnEngine, RecipeArguments, beside, bytes, print_json, progress, table};
 use std::path::PathBuf;
 use std::time::Instant;
+use turbomoq::Compressor;
+use turbomoq::Engine;
 use turbomoq::archive::Archive;
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::files;
+use turbomoq::internals::io::files;
 use turbomoq::prompt_cache::PromptCache;
 use turbomoq::{Error, Recipe, Result};
 

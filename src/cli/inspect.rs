@@ -4,8 +4,8 @@ use super::say::{name, say};
 use super::{bytes, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
+use turbomoq::CompressedSide;
 use turbomoq::archive::{Archive, Entry};
-use turbomoq::compressor::CompressedSide;
 use turbomoq::prompt_cache::{Layer, PromptCache, place_in_layer, usual_offsets};
 use turbomoq::{Error, Result, Tensor};
 
@@ -23,7 +23,7 @@ pub struct Arguments {
 }
 
 #[derive(Serialize)]
-struct Row {
+struct LayerLine {
     layer: String,
     class: String,
     /// Tokens that the layer holds.
@@ -44,7 +44,7 @@ struct Contents {
     recipe: Option<String>,
     metadata: std::collections::BTreeMap<String, String>,
     bytes: usize,
-    layers: Vec<Row>,
+    layers: Vec<LayerLine>,
 }
 
 /// Runs the command.
@@ -66,7 +66,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     };
     let offsets = contents.layers.iter().filter_map(|row| Some((row.layer.as_str(), row.offset?)));
     let usual = usual_offsets(offsets);
-    let odd = |row: &Row| row.offset.is_some_and(|offset| usual[place_in_layer(&row.layer)] != offset);
+    let odd = |row: &LayerLine| row.offset.is_some_and(|offset| usual[place_in_layer(&row.layer)] != offset);
     let odd: Vec<bool> = contents.layers.iter().map(odd).collect();
     contents.layers.iter_mut().zip(odd).for_each(|(row, odd)| row.odd = odd);
     if arguments.json {
@@ -121,13 +121,13 @@ fn of_archive(archive: &Archive) -> Contents {
     }
 }
 
-fn add_entry(at: String, entry: &Entry, rows: &mut Vec<Row>) {
+fn add_entry(at: String, entry: &Entry, rows: &mut Vec<LayerLine>) {
     match entry {
         Entry::List(list) => {
             list.iter().enumerate().for_each(|(i, e)| add_entry(format!("{at}.{i}"), e, rows))
         }
         Entry::Other(layer) => add_layer(at, layer, rows),
-        Entry::Packed { shell, layer } => rows.push(Row {
+        Entry::Packed { shell, layer } => rows.push(LayerLine {
             layer: at,
             class: shell.class().into(),
             tokens: Some(layer.key.shape[2]),
@@ -163,7 +163,7 @@ fn of_cache(cache: &PromptCache) -> Contents {
     }
 }
 
-fn add_layer(at: String, layer: &Layer, rows: &mut Vec<Row>) {
+fn add_layer(at: String, layer: &Layer, rows: &mut Vec<LayerLine>) {
     if let Layer::List(list) = layer {
         return list.iter().enumerate().for_each(|(i, l)| add_layer(format!("{at}.{i}"), l, rows));
     }
@@ -178,7 +178,7 @@ fn add_layer(at: String, layer: &Layer, rows: &mut Vec<Row>) {
         }
         _ => layer.describe_packed().map_or(("-".into(), "-".into()), |p| (p.keys, p.values)),
     };
-    rows.push(Row {
+    rows.push(LayerLine {
         layer: at,
         class: layer.class().into(),
         tokens: layer.kind().map(|_| layer.rows()),

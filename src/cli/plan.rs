@@ -6,11 +6,11 @@ use super::{RecipeArguments, budget, bytes, calibrate, print_json, table};
 use serde::Serialize;
 use std::path::PathBuf;
 use std::time::Instant;
-use turbomoq::attention::Rules;
-use turbomoq::cache::{LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, Plan, PlanPart};
-use turbomoq::cpu::Cpu;
+use turbomoq::Cpu;
+use turbomoq::Rules;
+use turbomoq::cache::{CapacityPlan, LayerCache, LayerReport, LayerShape, OBSERVE_EVERY, PlanPart};
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::policy::{ModelShape, TierPolicy};
-use turbomoq::rng::Rng;
 use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
 
 /// Tokens of an append while measuring.
@@ -67,11 +67,11 @@ struct Output {
     expansion: f64,
     /// Longest context in the budget, with the tiers and in half precision.
     capacity: Option<[usize; 2]>,
-    measured: Option<Measured>,
+    measured: Option<MeasuredLayer>,
 }
 
 #[derive(Serialize)]
-struct Measured {
+struct MeasuredLayer {
     layer: Vec<PlanPart>,
     bytes: usize,
     expansion: f64,
@@ -94,7 +94,7 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     }
     let policy: TierPolicy = arguments.policy.parse()?;
     let (shape, tokens) = shape(arguments)?;
-    let plan = Plan::new(&recipe, &policy, &shape)?;
+    let plan = CapacityPlan::new(&recipe, &policy, &shape)?;
     let capacity = arguments.budget_mib.map(|mib| {
         let budget = mib.saturating_mul(1 << 20);
         [plan.capacity(budget), budget / plan.fp16_bytes(1).max(1)]
@@ -158,7 +158,7 @@ fn measure(
     policy: &TierPolicy,
     shape: &ModelShape,
     tokens: usize,
-) -> Result<Measured> {
+) -> Result<MeasuredLayer> {
     let ModelShape { kv_heads, key_dim, value_dim, .. } = *shape;
     let recipe = arguments.recipe.recipe()?;
     let (_, plain, _) = fill(&recipe, &TierPolicy::None, shape, tokens)?;
@@ -172,7 +172,7 @@ fn measure(
         cache.attend(&q, &Rules::causal((key_dim as f32).powf(-0.5)))?;
         attend_ms = attend_ms.min(1e3 * clock.elapsed().as_secs_f64());
     }
-    Ok(Measured {
+    Ok(MeasuredLayer {
         layer: by_tier(&report),
         bytes: report.bytes(),
         expansion: fp16 as f64 / report.bytes() as f64,

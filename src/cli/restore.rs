@@ -3,11 +3,11 @@
 use super::say::say;
 use super::{EngineName, OnEngine, beside, bytes, print_json, progress};
 use std::path::PathBuf;
+use turbomoq::Compressor;
+use turbomoq::Engine;
 use turbomoq::Result;
 use turbomoq::archive::Archive;
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
-use turbomoq::files;
+use turbomoq::internals::io::files;
 use turbomoq::prompt_cache::{Layer, Layout, PromptCache};
 
 /// Arguments of the command.

@@ -5,7 +5,7 @@ use super::{bytes, print_json, table};
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 use std::time::Duration;
-use turbomoq::pool::{Agent, Stats};
+use turbomoq::pool::{Agent, PoolStats};
 use turbomoq::serve::{Client, Reply, Request, default_folder};
 use turbomoq::{Error, Result};
 
@@ -67,7 +67,7 @@ pub fn stats(arguments: &StatsArguments) -> Result<()> {
     Ok(())
 }
 
-fn ask(client: &mut Client) -> Result<(String, Stats, Vec<Agent>)> {
+fn ask(client: &mut Client) -> Result<(String, PoolStats, Vec<Agent>)> {
     match client.call(&Request::Stats)? {
         Reply::Stats { recipe, pool, agents } => Ok((recipe, pool, agents)),
         other => {
@@ -77,7 +77,7 @@ fn ask(client: &mut Client) -> Result<(String, Stats, Vec<Agent>)> {
     }
 }
 
-fn print(recipe: &str, pool: &Stats, agents: &[Agent]) {
+fn print(recipe: &str, pool: &PoolStats, agents: &[Agent]) {
     say!(
         "{} of {} in memory, {} more but for sharing; {} on the disk",
         bytes(pool.used as u64),

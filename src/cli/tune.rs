@@ -5,15 +5,19 @@ use super::{print_json, table};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::graph::{Graph, on_gpu};
-use turbomoq::policy::{Crossover, Measured, Work};
-use turbomoq::rng::Rng;
-use turbomoq::spec::Side;
-use turbomoq::{Dtype, Error, Recipe, Result, Tensor, files};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Mlx;
+use turbomoq::Side;
+use turbomoq::internals::engine::crossover::Crossover;
+use turbomoq::internals::engine::crossover::Measured;
+use turbomoq::internals::engine::crossover::Work;
+use turbomoq::internals::io::files;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::mlx::on_gpu;
+use turbomoq::{Dtype, Error, Recipe, Result, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Arguments of the command.
 #[derive(clap::Args)]
@@ -112,7 +116,7 @@ fn times<E: Engine>(engine: &E, codec: &Arc<Codec>, host: &Tensor, queries: &Ten
 }
 
 fn measure(recipe: &Recipe) -> Result<Crossover> {
-    let graph = Graph::new();
+    let mlx = Mlx::new();
     let mut points = vec![];
     for head_dim in [64, 128, 256] {
         let Some(spec) = recipe.spec(Side::Key, 0, head_dim)? else { continue };
@@ -120,7 +124,7 @@ fn measure(recipe: &Recipe) -> Result<Crossover> {
         for tokens in [32, 256, 2048] {
             let x = normals(&[1, HEADS, tokens, head_dim], 1)?;
             let q = normals(&[1, 4 * HEADS, 1, head_dim], 2)?;
-            let (cpu, mlx) = (times(&Cpu, &codec, &x, &q)?, times(&graph, &codec, &x, &q)?);
+            let (cpu, mlx) = (times(&Cpu, &codec, &x, &q)?, times(&mlx, &codec, &x, &q)?);
             for (i, work) in [Work::Encode, Work::Attend].into_iter().enumerate() {
                 let rows = HEADS * tokens;
                 points.push(Measured { work, head_dim, rows, cpu_ms: cpu[i], mlx_ms: mlx[i] });

@@ -5,12 +5,12 @@ use super::{EngineName, OnEngine, RecipeArguments, bytes, print_json, progress, 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::time::Instant;
+use turbomoq::Compressor;
+use turbomoq::Engine;
+use turbomoq::Side;
 use turbomoq::archive::{Archive, Entry};
-use turbomoq::compressor::Compressor;
-use turbomoq::engine::Engine;
 use turbomoq::prompt_cache::{Layer, PromptCache};
-use turbomoq::report::{Report, Row, compare};
-use turbomoq::spec::Side;
+use turbomoq::quality::{QualityReport, QualityRow, compare};
 use turbomoq::{Error, Recipe, Result, Tensor};
 
 /// Arguments of the command.
@@ -71,11 +71,11 @@ pub fn run(arguments: &Arguments) -> Result<()> {
     let file =
         tempfile::NamedTempFile::new_in(&folder).map_err(|source| Error::Io { path: folder, source })?;
     let file_bytes = archive.write(file.path())?;
-    let report = Report {
+    let report = QualityReport {
         file_bytes,
         encode_ms,
         decode_ms,
-        ..Report::new(archive.recipe.to_string(), rows, archive.stats())
+        ..QualityReport::new(archive.recipe.to_string(), rows, archive.stats())
     };
     if arguments.json {
         print_json(&report);
@@ -91,7 +91,7 @@ pub fn rows(
     after: &PromptCache,
     archive: &Archive,
     queries: Option<&BTreeMap<String, Tensor>>,
-) -> Result<Vec<Row>> {
+) -> Result<Vec<QualityRow>> {
     let mut rows = vec![];
     let layers = before.layers.iter().zip(&after.layers).zip(&archive.layers).enumerate();
     for (i, ((before, after), entry)) in layers {
@@ -107,7 +107,7 @@ fn add_rows(
     after: &Layer,
     entry: &Entry,
     queries: Option<&Tensor>,
-    rows: &mut Vec<Row>,
+    rows: &mut Vec<QualityRow>,
 ) -> Result<()> {
     match (before, after, entry) {
         (Layer::List(a), Layer::List(b), Entry::List(entries)) => {
@@ -126,10 +126,11 @@ fn add_rows(
     Ok(())
 }
 
-fn show(report: &Report) {
+fn show(report: &QualityReport) {
     let mut table = table(&["layer", "side", "cosine", "relative MSE", "logit correlation"]);
-    let cells = |name: &str, side: String, rows: &[&Row]| {
-        let mean = |f: fn(&Row) -> f64| rows.iter().map(|r| f(r)).sum::<f64>() / rows.len().max(1) as f64;
+    let cells = |name: &str, side: String, rows: &[&QualityRow]| {
+        let mean =
+            |f: fn(&QualityRow) -> f64| rows.iter().map(|r| f(r)).sum::<f64>() / rows.len().max(1) as f64;
         let figures = [mean(|r| r.cosine), mean(|r| r.relative_mse), mean(|r| r.logit_correlation)];
         let mut cells = vec![name.to_string(), side];
         cells.extend(figures.iter().zip([5, 5, 5]).map(|(x, places)| format!("{x:.places$}")));
@@ -139,7 +140,7 @@ fn show(report: &Report) {
         table.add_row(cells(&row.layer, row.side.to_string(), &[row]));
     }
     for side in [Side::Key, Side::Value] {
-        let rows: Vec<&Row> = report.layers.iter().filter(|r| r.side == side).collect();
+        let rows: Vec<&QualityRow> = report.layers.iter().filter(|r| r.side == side).collect();
         table.add_row(cells("mean", side.to_string(), &rows));
     }
     say!("{table}");

@@ -1,11 +1,11 @@
 //! The stages of a codec on one row: what both engines are held to.
 
-use super::{BandGrid, Codec, Prepared, Scratch};
-use crate::bits;
-use crate::frame::RowFrame;
-use crate::grid::{affine_quantize, affine_range};
-use crate::qjl::Qjl;
-use crate::rotation::dot;
+use super::{BandGrid, Codec, Prepared, RowScratch};
+use crate::codec::frame::RowFrame;
+use crate::codec::grid::{affine_quantize, affine_range};
+use crate::math::bits;
+use crate::math::qjl::Qjl;
+use crate::math::rotation::dot;
 use crate::spec::ScaleRule;
 use half::f16;
 
@@ -31,7 +31,7 @@ impl BandGrid {
 }
 
 impl Codec {
-    /// Packs one vector: `row_words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::scale`].
+    /// Packs one vector: `row_words` and `scales` are overwritten. A scale is its 16-bit code, see [`crate::math::scale`].
     #[inline(always)]
     pub fn encode_row(
         &self,
@@ -39,9 +39,9 @@ impl Codec {
         x: &[f32],
         row_words: &mut [u32],
         scales: &mut [u16],
-        scratch: &mut Scratch,
+        scratch: &mut RowScratch,
     ) {
-        let Scratch { rows: [t, c, spare], codes, search } = scratch;
+        let RowScratch { rows: [t, c, spare], codes, search } = scratch;
         frame.enter(x, t);
         let sign_words = self.row_words - self.qjl.as_ref().map_or(0, |q| q.rounds() * q.projections() / 32);
         for (i, band) in self.bands.iter().enumerate() {
@@ -140,7 +140,7 @@ impl Codec {
         words: &[u32],
         scales: &[u16],
         out: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut RowScratch,
     ) {
         self.look_up_row(words, scratch);
         if frame.is_empty() {
@@ -161,7 +161,7 @@ impl Codec {
         scales: &[u16],
         weight: f32,
         sum: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut RowScratch,
     ) {
         self.look_up_row(words, scratch);
         self.add_levels(words, scales, weight, sum, scratch);
@@ -169,7 +169,7 @@ impl Codec {
 
     /// The inner product of a prepared query and a packed vector.
     #[inline(always)]
-    pub fn score_row(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &mut Scratch) -> f32 {
+    pub fn score_row(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &mut RowScratch) -> f32 {
         self.look_up_row(words, scratch);
         self.score_levels(q, words, scales, scratch)
     }
@@ -177,8 +177,8 @@ impl Codec {
     /// Unpacks the levels of a row into the scratch, for any number of uses by [`Codec::score_levels`] and
     /// [`Codec::add_levels`]; affine groups leave their codes.
     #[inline(always)]
-    pub fn look_up_row(&self, words: &[u32], scratch: &mut Scratch) {
-        let Scratch { rows: [_, c, _], codes, .. } = scratch;
+    pub fn look_up_row(&self, words: &[u32], scratch: &mut RowScratch) {
+        let RowScratch { rows: [_, c, _], codes, .. } = scratch;
         for band in &self.bands {
             let (c, codes) = (&mut c[band.start..][..band.dim], &mut codes[..band.dim]);
             band.grid.unpack(&words[band.word..][..band.words], c, codes, band.bits);
@@ -187,7 +187,7 @@ impl Codec {
 
     /// [`Codec::score_row`] after [`Codec::look_up_row`].
     #[inline(always)]
-    pub fn score_levels(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &Scratch) -> f32 {
+    pub fn score_levels(&self, q: &Prepared, words: &[u32], scales: &[u16], scratch: &RowScratch) -> f32 {
         let c = &scratch.rows[1];
         let mut score = q.bias;
         if let Some(group) = self.affine_group() {
@@ -213,7 +213,14 @@ impl Codec {
 
     /// [`Codec::add_weighted_row`] after [`Codec::look_up_row`].
     #[inline(always)]
-    pub fn add_levels(&self, words: &[u32], scales: &[u16], weight: f32, sum: &mut [f32], scratch: &Scratch) {
+    pub fn add_levels(
+        &self,
+        words: &[u32],
+        scales: &[u16],
+        weight: f32,
+        sum: &mut [f32],
+        scratch: &RowScratch,
+    ) {
         self.put_levels::<true>(words, scales, weight, sum, scratch);
     }
 
@@ -225,7 +232,7 @@ impl Codec {
         scales: &[u16],
         weight: f32,
         sum: &mut [f32],
-        scratch: &Scratch,
+        scratch: &RowScratch,
     ) {
         let c = &scratch.rows[1];
         if let Some(group) = self.affine_group() {
@@ -266,21 +273,21 @@ impl Codec {
         sum: &mut [f32],
         weights: f32,
         out: &mut [f32],
-        scratch: &mut Scratch,
+        scratch: &mut RowScratch,
     ) {
         self.leave_rotation(sum, scratch);
         frame.leave(sum, weights, out);
     }
 
     #[inline(always)]
-    fn leave_rotation(&self, sum: &mut [f32], scratch: &mut Scratch) {
+    fn leave_rotation(&self, sum: &mut [f32], scratch: &mut RowScratch) {
         for band in &self.bands {
             band.rotation.inverse(&mut sum[band.start..][..band.dim], &mut scratch.rows[2][..band.dim]);
         }
     }
 
     /// Takes a query into the codec's domain.
-    pub fn prepare_row(&self, frame: RowFrame, q: &[f32], scratch: &mut Scratch) -> Prepared {
+    pub fn prepare_row(&self, frame: RowFrame, q: &[f32], scratch: &mut RowScratch) -> Prepared {
         let mut rotated = vec![0.0; q.len()];
         frame.enter_query(q, &mut rotated);
         for band in &self.bands {

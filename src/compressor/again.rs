@@ -1,8 +1,8 @@
 //! Rows that were packed before: their codes are kept, continued, or found again.
 
-use super::{BLOCK, CompressedSide, Compressor};
+use super::{CompressedSide, Compressor, TOKENS_PER_BLOCK};
 use crate::codec::Codec;
-use crate::codes::{Codes, Frame};
+use crate::codec::codes::{Codes, Frame};
 use crate::engine::Engine;
 use crate::error::Result;
 use crate::spec::{CodecSpec, ScaleRule};
@@ -65,7 +65,7 @@ impl<E: Engine> Compressor<E> {
         let alike =
             [old[0], old[1], old[3]] == [new[0], new[1], new[3]] && old_sinks == sinks && len <= packed;
         // A frame is made from a whole block, or it would not be the one that a longer cache has.
-        if !alike || len < BLOCK || !codes.codec().same(codec) || x.float() != Some(before.dtype) {
+        if !alike || len < TOKENS_PER_BLOCK || !codes.codec().same(codec) || x.float() != Some(before.dtype) {
             return Ok(None);
         }
         let dense = self.engine.get(&self.engine.decode(codes, before.dtype)?)?;

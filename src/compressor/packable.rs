@@ -4,7 +4,7 @@
 //! The former is found among the rows. The latter may be right to a rounding, so such a row is unpacked and compared: if it has to be
 //! multiplied by more than [`SHORT`] to come nearest to the original, it was cut short.
 
-use crate::codes::{Codes, Frame};
+use crate::codec::codes::{Codes, Frame};
 use crate::engine::Engine;
 use crate::error::{Error, Result};
 use crate::tensor::{Dtype, Tensor};
@@ -40,7 +40,8 @@ pub(super) fn check<E: Engine>(
     // Half floats are never so large.
     if rows.float() != Some(Dtype::F16) {
         let dim = rows.shape()[3].max(1);
-        if let Some(row) = rows.to_f32()?.chunks_exact(dim).position(|row| !crate::frame::finite(row)) {
+        if let Some(row) = rows.to_f32()?.chunks_exact(dim).position(|row| !crate::codec::frame::finite(row))
+        {
             let [b, h, t] = [row / (heads * tokens), row / tokens % heads, row % tokens];
             let (at, value) = greatest(rows, [b..b + 1, h..h + 1, t..t + 1])?;
             return refuse(

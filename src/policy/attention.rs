@@ -5,7 +5,7 @@
 //! less attention never more bits. A block has no rank before it was observed often enough. What falls below the eviction
 //! threshold leaves before the others are ranked, so that deciding twice changes nothing.
 
-use super::{Action, Bits, Block, check_bits, parse_error, terms};
+use super::{Action, Bits, BlockFacts, check_bits, parse_error, terms};
 use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -120,13 +120,14 @@ impl AttentionDemotionPolicy {
     }
 
     /// One action a block.
-    pub fn decide(&self, blocks: &[Block]) -> Vec<Action> {
-        let known = |b: &Block| b.observed >= self.patience.max(1) && b.mass.is_finite() && b.len > 0;
-        let dropped = |b: &Block| known(b) && !b.pinned && self.evict.is_some_and(|least| b.mass < least);
-        let density = |b: &Block| b.mass / b.len as f32;
+    pub fn decide(&self, blocks: &[BlockFacts]) -> Vec<Action> {
+        let known = |b: &BlockFacts| b.observed >= self.patience.max(1) && b.mass.is_finite() && b.len > 0;
+        let dropped =
+            |b: &BlockFacts| known(b) && !b.pinned && self.evict.is_some_and(|least| b.mass < least);
+        let density = |b: &BlockFacts| b.mass / b.len as f32;
         let mut ranked: Vec<f32> = blocks.iter().filter(|b| known(b) && !dropped(b)).map(density).collect();
         ranked.sort_unstable_by(f32::total_cmp);
-        let action = |b: &Block| {
+        let action = |b: &BlockFacts| {
             if dropped(b) {
                 return Action::Drop;
             }
@@ -191,8 +192,8 @@ impl FromStr for AttentionDemotionPolicy {
 mod tests {
     use super::*;
 
-    fn block(i: usize, mass: f32) -> Block {
-        Block { start: 128 * i, len: 128, age: 0, mass, observed: 9, tier: 0, pinned: false }
+    fn block(i: usize, mass: f32) -> BlockFacts {
+        BlockFacts { start: 128 * i, len: 128, age: 0, mass, observed: 9, tier: 0, pinned: false }
     }
 
     #[test]
@@ -208,13 +209,13 @@ mod tests {
     #[test]
     fn percentiles_fall_into_their_tiers() {
         let policy = AttentionDemotionPolicy::default();
-        let blocks: Vec<Block> = (0..101).map(|i| block(i, i as f32)).collect();
+        let blocks: Vec<BlockFacts> = (0..101).map(|i| block(i, i as f32)).collect();
         let actions = policy.decide(&blocks);
         for (i, tier) in [(100, 0), (95, 0), (94, 1), (80, 1), (79, 2), (40, 2), (39, 3), (10, 3), (9, 4)] {
             let want = if tier == 0 { Action::Keep } else { Action::Recode(tier) };
             assert_eq!(actions[i], want, "percentile {i}");
         }
-        let even: Vec<Block> = (0..10).map(|i| block(i, 0.1)).collect();
+        let even: Vec<BlockFacts> = (0..10).map(|i| block(i, 0.1)).collect();
         assert!(policy.decide(&even).iter().all(|a| *a == Action::Recode(2)), "ties are medium");
     }
 
@@ -222,8 +223,8 @@ mod tests {
     fn pins_and_strangers_stay_and_what_is_hardly_seen_goes() {
         let text = "attention:0.95=8/8,rest=2/1,evict=0.01,patience=4";
         let policy: AttentionDemotionPolicy = text.parse().unwrap();
-        let pinned = Block { pinned: true, ..block(0, 0.0) };
-        let fresh = Block { observed: 3, ..block(1, 0.0) };
+        let pinned = BlockFacts { pinned: true, ..block(0, 0.0) };
+        let fresh = BlockFacts { observed: 3, ..block(1, 0.0) };
         let nan = block(4, f32::NAN);
         let blocks = [pinned, fresh, block(2, 0.001), block(3, 0.9), nan];
         let keep = Action::Keep;

@@ -3,7 +3,7 @@
 //! The age of a block is that of its newest token, so no token is packed for a tier before its time. Where the last tier has an end,
 //! older blocks are evicted: a size limit for layers with a sliding window. It leaves the sinks and pinned blocks alone.
 
-use super::{Action, Bits, Block, check_bits, parse_error, terms};
+use super::{Action, Bits, BlockFacts, check_bits, parse_error, terms};
 use crate::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
@@ -62,8 +62,8 @@ impl ProgressivePolicy {
     }
 
     /// One action a block.
-    pub fn decide(&self, blocks: &[Block]) -> Vec<Action> {
-        let action = |b: &Block| match self.tier(b.age) {
+    pub fn decide(&self, blocks: &[BlockFacts]) -> Vec<Action> {
+        let action = |b: &BlockFacts| match self.tier(b.age) {
             tier if tier == self.tiers.len() && !b.pinned => Action::Drop,
             tier if tier > b.tier && !b.pinned => Action::Recode(tier),
             _ => Action::Keep,
@@ -130,7 +130,7 @@ mod tests {
     fn a_block_falls_once_and_never_rises() {
         let policy = ProgressivePolicy::default();
         let block =
-            |age, tier, pinned| Block { start: 0, len: 128, age, mass: 0.0, observed: 0, tier, pinned };
+            |age, tier, pinned| BlockFacts { start: 0, len: 128, age, mass: 0.0, observed: 0, tier, pinned };
         let blocks =
             [block(9000, 0, false), block(9000, 2, false), block(10, 3, false), block(90000, 1, true)];
         assert_eq!(policy.decide(&blocks), [Action::Recode(2), Action::Keep, Action::Keep, Action::Keep]);

@@ -4,7 +4,7 @@
 //! a cache that is stored, dropped or spilled is answered for only when every write of an older version has ended and its file is
 //! gone. Nobody who is waited for waits: a write ends by itself, and who stores a version waits for older ones only.
 
-use super::table::{Incoming, Place, Request, Table, Terms};
+use super::table::{Claimant, Incoming, Table, Terms, Verdict};
 use super::{Label, MemoryPool, Outcome, Parcel, Pooled};
 use crate::error::{Error, Result, guarded};
 use std::sync::{Arc, MutexGuard, PoisonError};
@@ -37,10 +37,10 @@ impl<C: Pooled> MemoryPool<C> {
     pub(super) fn make_way<'a>(
         &'a self,
         table: MutexGuard<'a, Table<C>>,
-        place: Place,
+        place: Verdict,
     ) -> Result<MutexGuard<'a, Table<C>>> {
         match place {
-            Place::Save(ids) => {
+            Verdict::Save(ids) => {
                 drop(table);
                 ids.iter().try_for_each(|id| self.save(id))?;
                 Ok(self.lock())
@@ -108,8 +108,8 @@ impl<C: Pooled> MemoryPool<C> {
             };
             let incoming = Some(Incoming { id, parcel, terms, version: Some(version) });
             let budget = table.budget;
-            match table.place(&Request { incoming, budget, spills: self.spill.is_some(), evicts: true })? {
-                Place::Done(outcome, stale) => return Ok((outcome, version.0, stale)),
+            match table.place(&Claimant { incoming, budget, spills: self.spill.is_some(), evicts: true })? {
+                Verdict::Done(outcome, stale) => return Ok((outcome, version.0, stale)),
                 place => table = self.make_way(table, place)?,
             }
         }

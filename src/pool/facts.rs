@@ -73,7 +73,7 @@ pub struct Outcome {
 
 /// Figures of a pool.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct Stats {
+pub struct PoolStats {
     /// Bytes that may be used.
     pub budget: usize,
     /// Bytes in use.
@@ -123,11 +123,11 @@ pub struct Agent {
 
 impl<C> Table<C> {
     /// Figures of the whole pool.
-    pub(super) fn stats(&self) -> Stats {
+    pub(super) fn stats(&self) -> PoolStats {
         let held = self.slots.values();
         let in_memory = || held.clone().filter(|s| s.parcel.is_some());
         let alone: usize = in_memory().filter_map(|s| s.parcel.as_ref()).map(|p| p.alone()).sum();
-        Stats {
+        PoolStats {
             budget: self.budget,
             used: self.used,
             saved_by_sharing: alone - self.used,

@@ -2,15 +2,15 @@
 //!
 //! `used` is the sum of what every cache in memory has for itself and of every block once. Nothing here waits or touches a disk.
 
-use super::parcel::{Block, Parcel};
-use super::{Label, Outcome, Stats};
+use super::parcel::{Parcel, SharedBlock};
+use super::{Label, Outcome, PoolStats};
 use crate::error::{Error, Result};
-use crate::policy::eviction::{Need, Resident, Shortfall, evict};
+use crate::pool::eviction::{Need, Resident, Shortfall, evict};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 /// What a table answers to a cache that wants in.
-pub(super) enum Place {
+pub(super) enum Verdict {
     /// It is in; the file of the cache that it has replaced is to go.
     Done(Outcome, Option<Label>),
     /// These have to be saved first.
@@ -42,7 +42,7 @@ pub(super) struct Slot<C> {
 /// A block in memory and the number of places in caches that hold it.
 #[derive(Debug)]
 struct Shared {
-    block: Arc<Block>,
+    block: Arc<SharedBlock>,
     users: usize,
 }
 
@@ -52,7 +52,7 @@ pub(super) struct Table<C> {
     pub(super) budget: usize,
     pub(super) quotas: BTreeMap<String, usize>,
     pub(super) slots: BTreeMap<String, Slot<C>>,
-    pub(super) stats: Stats,
+    pub(super) stats: PoolStats,
     /// Versions of an agent's cache that are on their way to the disk, or on their way off it again.
     pub(super) writing: BTreeMap<String, BTreeSet<u64>>,
     shared: HashMap<u64, Vec<Shared>>,
@@ -91,7 +91,7 @@ impl<C> Clone for Incoming<'_, C> {
 impl<C> Copy for Incoming<'_, C> {}
 
 /// A cache on its way in, or only a budget to be met.
-pub(super) struct Request<'a, C> {
+pub(super) struct Claimant<'a, C> {
     pub(super) incoming: Option<Incoming<'a, C>>,
     pub(super) budget: usize,
     /// Whether what leaves goes to the disk.
@@ -117,7 +117,7 @@ impl<C> Table<C> {
             budget,
             quotas: BTreeMap::new(),
             slots: BTreeMap::new(),
-            stats: Stats::default(),
+            stats: PoolStats::default(),
             writing: BTreeMap::new(),
             shared: HashMap::new(),
             used: 0,
@@ -189,14 +189,14 @@ impl<C> Table<C> {
     }
 
     /// Blocks in memory that have the hashes of a cache's blocks, for each of them.
-    pub(super) fn candidates(&self, parcel: &Parcel<C>) -> Vec<Vec<Arc<Block>>> {
-        let of = |b: &Arc<Block>| {
+    pub(super) fn candidates(&self, parcel: &Parcel<C>) -> Vec<Vec<Arc<SharedBlock>>> {
+        let of = |b: &Arc<SharedBlock>| {
             self.shared.get(&b.hash()).map_or(vec![], |l| l.iter().map(|s| s.block.clone()).collect())
         };
         parcel.blocks().map(of).collect()
     }
 
-    pub(super) fn users(&self, block: &Arc<Block>) -> usize {
+    pub(super) fn users(&self, block: &Arc<SharedBlock>) -> usize {
         let list = self.shared.get(&block.hash());
         list.and_then(|l| l.iter().find(|s| Arc::ptr_eq(&s.block, block))).map_or(0, |s| s.users)
     }
@@ -239,7 +239,7 @@ impl<C> Table<C> {
     }
 
     /// Lets a cache in, or says what must happen before. On an error nothing has changed.
-    pub(super) fn place(&mut self, request: &Request<C>) -> Result<Place> {
+    pub(super) fn place(&mut self, request: &Claimant<C>) -> Result<Verdict> {
         let (id, parcel) = request.incoming.map(|i| (i.id, i.parcel)).unzip();
         let (kind, old) = match request.incoming {
             Some(Incoming { id, terms, .. }) => match (terms, self.slots.get(id)) {
@@ -254,7 +254,7 @@ impl<C> Table<C> {
             None => (None, None),
         };
         // What the blocks in question would be used by, step by step.
-        let mut users: HashMap<*const Block, usize> = HashMap::new();
+        let mut users: HashMap<*const SharedBlock, usize> = HashMap::new();
         let mut added = parcel.map_or(0, |p| p.own());
         for block in parcel.iter().flat_map(|p| p.blocks()) {
             let n = users.entry(Arc::as_ptr(block)).or_insert_with(|| self.users(block));
@@ -295,7 +295,7 @@ impl<C> Table<C> {
         let leaving = match leaving {
             Ok(leaving) => leaving,
             Err(_) if request.evicts && names.iter().any(|(id, slot)| self.is_saving(id, slot)) => {
-                return Ok(Place::Wait);
+                return Ok(Verdict::Wait);
             }
             Err(shortfall) => {
                 let free = |limit: usize, held: usize, freed: usize| limit.saturating_sub(held - freed);
@@ -321,13 +321,13 @@ impl<C> Table<C> {
                 .extend(leaving.iter().filter(|&&i| names[i].1.saved.is_none()).map(|&i| names[i].0.clone()));
         }
         if !unsaved.is_empty() {
-            return Ok(Place::Save(unsaved));
+            return Ok(Verdict::Save(unsaved));
         }
         let leaving: Vec<String> = leaving.into_iter().map(|i| names[i].0.clone()).collect();
         Ok(self.commit(request, leaving, added))
     }
 
-    fn commit(&mut self, request: &Request<C>, leaving: Vec<String>, added: usize) -> Place {
+    fn commit(&mut self, request: &Claimant<C>, leaving: Vec<String>, added: usize) -> Verdict {
         let mut outcome = Outcome { added, ..Outcome::default() };
         for name in leaving {
             self.release(&name);
@@ -362,6 +362,6 @@ impl<C> Table<C> {
         if !outcome.evicted.is_empty() {
             self.forget_lost();
         }
-        Place::Done(outcome, stale)
+        Verdict::Done(outcome, stale)
     }
 }

@@ -4,7 +4,7 @@
 //! if its name is one that servers give. Names are short: a socket's path must fit into 103 bytes on macOS.
 
 use crate::error::{Error, Result};
-use crate::folders::{self, HeldFolder};
+use crate::io::folders::{self, HeldFolder};
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};

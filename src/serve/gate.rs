@@ -18,8 +18,8 @@ impl Gate {
 
     /// Runs a job as soon as a place is free.
     pub(super) fn run<R>(&self, job: impl FnOnce() -> R) -> R {
-        struct Place<'a>(&'a Gate);
-        impl Drop for Place<'_> {
+        struct Turn<'a>(&'a Gate);
+        impl Drop for Turn<'_> {
             fn drop(&mut self) {
                 *lock(&self.0.free) += 1;
                 self.0.left.notify_one();
@@ -31,7 +31,7 @@ impl Gate {
         }
         *free -= 1;
         drop(free);
-        let _place = Place(self);
+        let _place = Turn(self);
         job()
     }
 }

@@ -1,6 +1,6 @@
 //! The control plane: one JSON object a line, a request and its reply. Bytes of caches do not go this way.
 
-use crate::pool::{Agent, Outcome, Stats};
+use crate::pool::{Agent, Outcome, PoolStats};
 use serde::{Deserialize, Serialize};
 use std::path::PathBuf;
 
@@ -118,7 +118,7 @@ pub enum Reply {
         /// The server's recipe.
         recipe: String,
         /// Of the pool.
-        pool: Stats,
+        pool: PoolStats,
         /// Of the agents.
         agents: Vec<Agent>,
     },

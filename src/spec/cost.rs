@@ -92,7 +92,7 @@ impl Budget {
 mod tests {
     use super::*;
     use crate::codec::Codec;
-    use crate::rotation::Rotation;
+    use crate::math::rotation::Rotation;
     use crate::spec::Grid;
 
     #[test]

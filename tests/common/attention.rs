@@ -1,8 +1,8 @@
 //! A cache of one layer, and the attention that it is held to.
 
+use turbomoq::Engine;
 use turbomoq::cache::{LayerCache, LayerShape};
-use turbomoq::cpu::{dense_scores, dense_sum};
-use turbomoq::engine::Engine;
+use turbomoq::internals::engine::cpu::{dense_scores, dense_sum};
 use turbomoq::{Recipe, Tensor};
 
 /// An empty cache of layer 1, `d` channels.

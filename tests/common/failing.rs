@@ -4,12 +4,12 @@
 use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::Arc;
-use turbomoq::attention::{Rules, Segment};
-use turbomoq::codec::Codec;
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::engine::Engine;
-use turbomoq::tensor::Dtype;
+use turbomoq::Codec;
+use turbomoq::Dtype;
+use turbomoq::Engine;
+use turbomoq::{Codes, Frame};
 use turbomoq::{Error, Result, Tensor};
+use turbomoq::{Rules, Segment};
 
 /// When the calls of an engine fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

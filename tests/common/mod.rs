@@ -9,12 +9,13 @@ pub mod python;
 pub mod server;
 
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::frame::RowFrame;
-use turbomoq::rng::Rng;
-use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
-use turbomoq::{Tensor, codebook};
+use turbomoq::Codec;
+use turbomoq::Tensor;
+use turbomoq::internals::codec::frame::RowFrame;
+use turbomoq::internals::math::codebook;
+use turbomoq::internals::math::rng::Rng;
+use turbomoq::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule};
+use turbomoq::{Codes, Frame};
 
 /// Standard normal f32 values; `stream` sets tensors of one test apart.
 pub fn gauss(shape: &[usize], stream: u64) -> Tensor {

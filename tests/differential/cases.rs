@@ -1,9 +1,9 @@
 //! Cases: what a cache is, and what is asked of it, drawn from a seed.
 
 use crate::values::Kind;
-use turbomoq::attention::Rules;
-use turbomoq::recipe::PRESETS;
-use turbomoq::rng::Rng;
+use turbomoq::PRESETS;
+use turbomoq::Rules;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::{Dtype, Tensor};
 
 /// Where a cache lives.
@@ -11,7 +11,7 @@ use turbomoq::{Dtype, Tensor};
 pub enum On {
     Cpu,
     #[cfg_attr(not(feature = "mlx"), allow(dead_code))]
-    Graph,
+    Mlx,
 }
 
 /// One call.

@@ -1,11 +1,11 @@
 //! A weight of exact zero hides what is in a row, NaN and infinities included, in every form of every engine.
 
 use crate::common::{codec, gauss};
+use turbomoq::Cpu;
+use turbomoq::Engine;
 use turbomoq::Tensor;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
+use turbomoq::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat};
+use turbomoq::{Rules, Segment, Stored};
 
 const DIM: usize = 64;
 const TOKENS: usize = 64;
@@ -105,5 +105,5 @@ fn a_weight_of_zero_hides_a_row_that_is_not_finite_on_the_cpu() {
 #[cfg(feature = "mlx")]
 #[test]
 fn a_weight_of_zero_hides_a_row_that_is_not_finite_on_mlx() {
-    weight_zero_hides(&turbomoq::graph::Graph::new());
+    weight_zero_hides(&turbomoq::Mlx::new());
 }

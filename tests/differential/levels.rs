@@ -1,7 +1,7 @@
 //! Work held to one instruction set, in Rayon's workers too.
 
 use rayon::ThreadPoolBuilder;
-use turbomoq::cpu::probe;
+use turbomoq::internals::engine::cpu::probe;
 
 /// Runs `work` once for each instruction set of this machine that the CPU engine has forms for, with its name.
 pub fn each_level(work: impl Fn(&str) + Sync) {

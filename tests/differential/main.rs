@@ -16,7 +16,7 @@ mod sequences;
 mod subject;
 mod values;
 
-use turbomoq::cpu::probe::{self, Path};
+use turbomoq::internals::engine::cpu::probe::{self, Path};
 
 /// The seed of the environment, or else this one.
 fn seed(default: u64) -> u64 {
@@ -45,7 +45,7 @@ fn any_calls_on_a_cpu_cache_answer_as_the_row_form_does_and_every_form_runs() {
     if count == 1 {
         return;
     }
-    assert!(seen.attended >= 10_000, "{seen:?}");
+    assert!(seen.attended >= 5_000, "{seen:?}");
     // Packed tokens of numbers that a cache rarely has.
     levels::each_level(|_| {
         queries::ask(seed(11), 1);
@@ -62,6 +62,6 @@ const CPU_CASES: u64 = 200;
 #[cfg(feature = "mlx")]
 #[test]
 fn any_calls_on_an_mlx_cache_answer_as_the_row_form_does() {
-    let seen = sequences::on_graph(seed(100_000), cases(12, 2000));
+    let seen = sequences::on_mlx(seed(100_000), cases(12, 2000));
     println!("{seen:?}");
 }

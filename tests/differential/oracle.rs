@@ -13,12 +13,14 @@
 
 use crate::common::Tables;
 use std::sync::Arc;
-use turbomoq::attention::{Rules, Segment, Stored, additive};
-use turbomoq::codec::{Codec, Prepared};
-use turbomoq::codes::{Codes, Frame};
-use turbomoq::engine::Engine;
-use turbomoq::spec::Grid;
+use turbomoq::Codec;
+use turbomoq::Engine;
+use turbomoq::Grid;
+use turbomoq::internals::codec::Prepared;
+use turbomoq::internals::engine::attention::additive;
+use turbomoq::{Codes, Frame};
 use turbomoq::{Dtype, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Keys or values of a segment, as the row form decodes them.
 struct Side {
@@ -70,7 +72,7 @@ pub struct Want {
 
 /// A segment on the host.
 pub fn host<E: Engine>(engine: &E, s: &Segment<E::Tensor>) -> Segment<Tensor> {
-    use turbomoq::codes::Buffer;
+    use turbomoq::Buffer;
     let get = |t: &E::Tensor| engine.get(t).unwrap();
     let side = |stored: &Stored<E::Tensor>| match stored {
         Stored::Exact { rows, len } => {
@@ -189,7 +191,7 @@ fn tiles(
         let (words, marked) =
             (&words[tile * group * codec.row_words()..], &scales[tile * group * codec.row_scales()..]);
         let mut scales = marked[..2 * d].to_vec();
-        let bad = turbomoq::tile::take_marks(&mut scales, group);
+        let bad = turbomoq::internals::codec::tile::take_marks(&mut scales, group);
         for c in 0..d {
             channel.decode_row(
                 Default::default(),

@@ -6,13 +6,13 @@ use crate::values::{Kind, tensor};
 use rayon::prelude::*;
 use std::sync::Arc;
 use std::sync::Mutex;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::codec::Codec;
-use turbomoq::cpu::Cpu;
-use turbomoq::cpu::probe::{self, Path};
-use turbomoq::engine::Engine;
-use turbomoq::spec::Side;
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Side;
+use turbomoq::internals::engine::cpu::probe::{self, Path};
 use turbomoq::{Dtype, Recipe};
+use turbomoq::{Rules, Segment, Stored};
 
 /// Scalar grids of four bits, by preset and as specs.
 const GRIDS: [&str; 6] = [

@@ -2,13 +2,14 @@
 
 use crate::common::gauss;
 use std::sync::Arc;
-use turbomoq::attention::{Rules, Segment, Stored};
-use turbomoq::codec::Codec;
-use turbomoq::codes::Frame;
-use turbomoq::cpu::{Cpu, dense_scores, dense_sum};
-use turbomoq::engine::Engine;
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::Codec;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Frame;
+use turbomoq::internals::engine::cpu::{dense_scores, dense_sum};
+use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Error, Tensor};
+use turbomoq::{Rules, Segment, Stored};
 
 fn is_shape<T>(got: turbomoq::Result<T>) -> bool {
     matches!(got, Err(Error::Shape { .. }))
@@ -112,12 +113,12 @@ fn dense_products_refuse_arrays_that_do_not_fit() {
 #[cfg(feature = "mlx")]
 mod mlx {
     use super::*;
-    use turbomoq::graph::Graph;
+    use turbomoq::Mlx;
 
     #[test]
     fn an_mlx_engine_refuses_what_it_cannot_answer() {
-        refuses(&Graph::new());
-        assert!(is_shape(Graph::new().zeros(Dtype::F32, &[1 << 31, 1])));
+        refuses(&Mlx::new());
+        assert!(is_shape(Mlx::new().zeros(Dtype::F32, &[1 << 31, 1])));
     }
 
     /// Zeros that no one reads take no memory.
@@ -125,7 +126,7 @@ mod mlx {
     fn more_elements_than_mlx_can_count_are_refused() {
         for shape in [&[1 << 31][..], &[1 << 16, 1 << 15], &[1 << 16, 1 << 16]] {
             let tensor = Tensor::new(shape, vec![0u8; shape.iter().product()]).unwrap();
-            assert!(is_shape(Graph::new().put(&tensor)), "{shape:?}");
+            assert!(is_shape(Mlx::new().put(&tensor)), "{shape:?}");
         }
     }
 }

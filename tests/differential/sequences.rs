@@ -7,9 +7,10 @@ use crate::subject::{Subject, restore};
 use rayon::prelude::*;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
-use turbomoq::attention::Rules;
+use turbomoq::Cpu;
+use turbomoq::Rules;
 use turbomoq::cache::{LayerCache, LayerShape, OBSERVE_EVERY};
-use turbomoq::cpu::{Cpu, probe};
+use turbomoq::internals::engine::cpu::probe;
 use turbomoq::policy::TierPolicy;
 use turbomoq::{Recipe, Tensor};
 
@@ -49,16 +50,16 @@ fn empty(case: &Case) -> Option<Box<dyn Subject>> {
     match case.on {
         On::Cpu => Some(Box::new(cache)),
         #[cfg(feature = "mlx")]
-        On::Graph => {
-            let graph = turbomoq::graph::Graph::new();
-            let cache = LayerCache::new(graph, &recipe, 3, shape).ok()?;
+        On::Mlx => {
+            let mlx = turbomoq::Mlx::new();
+            let cache = LayerCache::new(mlx, &recipe, 3, shape).ok()?;
             Some(match case.tiers {
                 Some(tiers) => Box::new(cache.with_tiers(&tiers.parse().unwrap(), OBSERVE_EVERY).ok()?),
                 None => Box::new(cache),
             })
         }
         #[cfg(not(feature = "mlx"))]
-        On::Graph => None,
+        On::Mlx => None,
     }
 }
 
@@ -143,7 +144,7 @@ impl Run<'_> {
             }
             Call::Reload => self.reload(self.on),
             Call::Move => self.reload(match self.on {
-                On::Cpu if cfg!(feature = "mlx") && self.case.on == On::Graph => On::Graph,
+                On::Cpu if cfg!(feature = "mlx") && self.case.on == On::Mlx => On::Mlx,
                 _ => On::Cpu,
             }),
             Call::Attend(..) => Ok(()),
@@ -205,9 +206,9 @@ impl Run<'_> {
         let restored = match on {
             On::Cpu => restore(&Cpu, &state),
             #[cfg(feature = "mlx")]
-            On::Graph => restore(&turbomoq::graph::Graph::new(), &state),
+            On::Mlx => restore(&turbomoq::Mlx::new(), &state),
             #[cfg(not(feature = "mlx"))]
-            On::Graph => restore(&Cpu, &state),
+            On::Mlx => restore(&Cpu, &state),
         };
         self.cache = restored.map_err(|e| e.to_string())?;
         self.on = on;
@@ -260,7 +261,7 @@ pub fn on_cpu(seed: u64, cases: u64) -> Seen {
 
 /// Cases from a seed on, on MLX and, after a move, on the CPU engine.
 #[cfg(feature = "mlx")]
-pub fn on_graph(seed: u64, cases: u64) -> Seen {
+pub fn on_mlx(seed: u64, cases: u64) -> Seen {
     (seed..seed + cases)
-        .fold(Seen::default(), |all, seed| all.and(held_to_the_oracle(Case::draw(seed, On::Graph), "mlx")))
+        .fold(Seen::default(), |all, seed| all.and(held_to_the_oracle(Case::draw(seed, On::Mlx), "mlx")))
 }

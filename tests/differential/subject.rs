@@ -1,9 +1,9 @@
 //! A live cache on any engine behind one face, with arrays of the host going in and coming out.
 
 use crate::oracle::Held;
-use turbomoq::attention::Rules;
+use turbomoq::Engine;
+use turbomoq::Rules;
 use turbomoq::cache::{LayerCache, State};
-use turbomoq::engine::Engine;
 use turbomoq::{Result, Tensor};
 
 /// A live cache.
@@ -94,7 +94,7 @@ impl<E: Engine + Clone + 'static> Subject for LayerCache<E> {
     }
 
     fn newest(&self) -> Option<(usize, Tensor, Tensor)> {
-        use turbomoq::attention::Stored;
+        use turbomoq::Stored;
         let last = self.segments().pop().map(|s| crate::oracle::host(self.engine(), &s))?;
         match (last.keys, last.values) {
             (Stored::Exact { rows: k, .. }, Stored::Exact { rows: v, .. }) => Some((last.start, k, v)),

@@ -1,6 +1,6 @@
 //! Vectors of every kind that caches meet.
 
-use turbomoq::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 use turbomoq::{Dtype, Tensor};
 
 /// A kind of vector.

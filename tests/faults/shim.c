@@ -1,4 +1,4 @@
-// Faults of a disk and of a system, loaded into a server under test (tests/serve_faults.rs). Calls that touch files below one folder,
+// Faults of a disk and of a system, loaded into a server under test (tests/server/faults.rs). Calls that touch files below one folder,
 // that start threads or accept clients are steps; from one step to another the call fails, kills the process, or takes its time.
 // What to do lies in a file that the test writes and this library has mapped.
 #define _GNU_SOURCE

@@ -15,14 +15,14 @@ mod mutate;
 use limits::fuzz;
 use mutate::Mutator;
 use std::path::{Path, PathBuf};
+use turbomoq::Codec;
+use turbomoq::PRESETS;
+use turbomoq::allocation::calibration::{Calibration, Unit};
 use turbomoq::archive::{Archive, SpillFolder};
-use turbomoq::calibration::{Calibration, Unit};
-use turbomoq::codec::Codec;
 use turbomoq::policy::{ModelShape, TierPolicy};
 use turbomoq::pool::{Label, Spill};
 use turbomoq::prompt_cache::{Layout, PromptCache};
-use turbomoq::recipe::PRESETS;
-use turbomoq::spec::{CodecSpec, Side};
+use turbomoq::{CodecSpec, Side};
 use turbomoq::{Compressor, Recipe};
 
 fn fixtures(names: &[&str]) -> Vec<Vec<u8>> {

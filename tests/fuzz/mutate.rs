@@ -1,6 +1,6 @@
 //! Damage to bytes that were good: bits, runs, numbers, lengths and the header of a safetensors file.
 
-use turbomoq::rng::Rng;
+use turbomoq::internals::math::rng::Rng;
 
 /// Numbers that counts, shapes and offsets break on.
 const NUMBERS: [&str; 16] = [

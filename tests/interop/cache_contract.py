@@ -1,4 +1,4 @@
-"""`TurboMoqCache` with the real mlx-lm (tests/python_cache.rs). TURBOMOQ_LIBRARY names the C library.
+"""`TurboMoqCache` with the real mlx-lm (tests/python/cache.rs). TURBOMOQ_LIBRARY names the C library.
 
 contract FOLDER    one contract, kept by mlx-lm's own caches and by ours; leaves saved caches in FOLDER
 again FOLDER       a new process loads them: same contents, same continuation

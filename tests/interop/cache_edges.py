@@ -234,7 +234,7 @@ def attends_to_the_packed_form():
 
 
 def saved(folder):
-    """Files with packed layers, for the Rust crate to carry and to unpack (tests/python_cache.rs)."""
+    """Files with packed layers, for the Rust crate to carry and to unpack (tests/python/cache.rs)."""
     full = [fill(TurboMoqCache(4, 3, layer=0), 700), fill(C.KVCache(), 9), fill(TurboMoqCache(8, 5, sinks=0, window=0, layer=2), 250)]
     wide = TurboMoqCache(6, 2, layer=3, exact_call=False)
     wide.update_and_fetch(rows(500, 6, dim=80, dtype=mx.bfloat16)[0], rows(500, 6, dim=64, dtype=mx.bfloat16)[1])

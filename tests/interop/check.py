@@ -1,4 +1,4 @@
-"""The real mlx-lm on both sides of the Rust reader and writer (tests/prompt_cache_interop.rs).
+"""The real mlx-lm on both sides of the Rust reader and writer (tests/python/prompt_caches.rs).
 
 make DIR         saves caches of every kind with this release, and beside each what it holds and how it goes on
 verify DIR OUT   loads OUT/*.safetensors (rewritten by Rust) with this release: same contents, same continuation

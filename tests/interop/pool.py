@@ -1,4 +1,4 @@
-"""The real mlx-lm on the other side of `turbomoq serve` (tests/python_pool.rs).
+"""The real mlx-lm on the other side of `turbomoq serve` (tests/python/pool.rs).
 
 classes FOLDER        parks and resumes caches of every kind, exactly: same contents, same continuation
 start FOLDER OUT      generates 64 tokens, parks, and leaves in OUT the plain cache and the last token

@@ -4,8 +4,8 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
-use turbomoq::kernels::plan::{Element, Launch, Value};
-use turbomoq::kernels::{Device, Source, header};
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Launch, Value};
+use turbomoq::internals::engine::mlx::kernels::{Device, Source, header};
 
 /// An input with any strides over its storage.
 #[derive(Clone)]
@@ -185,11 +185,15 @@ pub struct Bench {
 impl Bench {
     /// Compiles the texts as they are; `None` where there is no compiler.
     pub fn new(calls: &[Call]) -> Option<Bench> {
-        Bench::with(calls, |_, text| text)
+        Bench::build(calls, |_, text| text, &["-Werror"])
     }
 
     /// Compiles texts changed by `edit`, which is given "common" or the name of a kernel with the text.
     pub fn with(calls: &[Call], edit: impl Fn(&str, String) -> String) -> Option<Bench> {
+        Bench::build(calls, edit, &[])
+    }
+
+    fn build(calls: &[Call], edit: impl Fn(&str, String) -> String, more: &[&str]) -> Option<Bench> {
         let (name, flags) = compiler()?;
         let mut text = edit("common", header(Device::Cpu));
         text += include_str!("host.cpp");
@@ -216,7 +220,8 @@ impl Bench {
         let mut command = Command::new(name);
         // Without optimisation: the time goes into compiling many instances, not into running them.
         command
-            .args(["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"])
+            .args(["-std=c++17", "-O0", "-Wall", "-Wextra", "-Wno-unknown-pragmas"])
+            .args(more)
             .args(flags);
         let built = command.arg(&path).arg("-o").arg(folder.path().join("bench")).output().expect("compiler");
         if !built.status.success() {

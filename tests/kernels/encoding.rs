@@ -3,9 +3,9 @@
 use super::bench::{Bench, Call, Input, halves, words};
 use super::common::{codec, keys};
 use half::f16;
-use turbomoq::frame::RowFrame;
-use turbomoq::kernels::{Device, Form, Stage, encode_tables, find, plan};
-use turbomoq::spec::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule};
+use turbomoq::internals::codec::frame::RowFrame;
+use turbomoq::internals::engine::mlx::kernels::{Device, Form, Stage, encode_tables, find, plan};
+use turbomoq::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule};
 
 /// A call that packs `x` [B, H, T, D], and what the row form gives: words, scale codes.
 pub struct Case {

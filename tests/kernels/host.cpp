@@ -17,10 +17,10 @@ struct Call {
   host::In<T> in(int i, const char* name) const {
     const Argument& a = inputs[i];
     if (a.bytes.size() != a.count * sizeof(T)) host::fail(std::string(name) + " has another element type");
-    return {name, reinterpret_cast<const T*>(a.bytes.data()), tm_index(a.count)};
+    return {name, reinterpret_cast<const T*>(a.bytes.data()), tm_index(a.count), 0};
   }
   host::In<int64_t> strides(int i, const char* name) const {
-    return {name, inputs[i].strides.data(), tm_index(inputs[i].strides.size())};
+    return {name, inputs[i].strides.data(), tm_index(inputs[i].strides.size()), 0};
   }
   template <typename T>
   host::Out<T> out(int i, const char* name) {

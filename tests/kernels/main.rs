@@ -7,10 +7,11 @@ mod attention;
 mod bench;
 mod encoding;
 #[cfg(feature = "mlx")]
-mod graph;
+mod mlx;
 mod mutations;
 mod signature;
+mod wrap;
 
 /// `.ci/check-macos` compiles this for a Mac, where a build that has MLX has the Metal kernels without a flag of its own.
 #[cfg(all(feature = "mlx", target_os = "macos"))]
-const _: () = assert!(turbomoq::kernels::METAL);
+const _: () = assert!(turbomoq::internals::engine::mlx::kernels::METAL);

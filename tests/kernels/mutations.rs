@@ -3,8 +3,8 @@
 use super::attention::{self, ONE, Rules, Side, close, merge_call};
 use super::bench::{Bench, Call};
 use super::encoding;
-use turbomoq::kernels::plan::{Element, Pass};
-use turbomoq::spec::{CodecSpec, Grid};
+use turbomoq::internals::engine::mlx::kernels::plan::{Element, Pass};
+use turbomoq::{CodecSpec, Grid};
 
 /// A text by its name, what is taken out of it, and what is put there.
 type Mutation = (&'static str, &'static str, &'static str);
@@ -19,55 +19,77 @@ fn broken(calls: &[Call], (name, from, to): Mutation) -> Option<Bench> {
     })
 }
 
-fn case() -> attention::Case {
+/// Two query tokens, so that four simdgroups share a stretch of tokens, and nine, one more than a threadgroup has simdgroups.
+fn cases() -> [attention::Case; 2] {
     let spec = CodecSpec::new(80, 3, Grid::Trellis { states: 8 });
-    let (k, v) =
-        (Side::packed(spec, [2, 1, 37], 1), Side::packed(CodecSpec::new(64, 5, Grid::Lloyd), [2, 1, 37], 2));
-    let pass =
-        Pass { batch: 2, group: 2, queries: 2, tokens: 37, position: 35, window: 30, causal: true, ..ONE };
-    attention::case(&k, &v, &Rules { pass, first: vec![0, 9], cap: 0.0, sparse: 0.0 }, 3)
+    let (k, v) = (
+        Side::packed(spec, [2, 1, 137], 1),
+        Side::packed(CodecSpec::new(64, 5, Grid::Uniform), [2, 1, 137], 2),
+    );
+    [2, 9].map(|queries| {
+        let pass = Pass {
+            batch: 2,
+            group: 3,
+            queries,
+            tokens: 137,
+            position: 127,
+            window: 120,
+            causal: true,
+            ..ONE
+        };
+        attention::case(&k, &v, &Rules { pass, first: vec![0, 9], cap: 0.0, sparse: 0.0 }, 3)
+    })
+}
+
+fn joins(cases: &[attention::Case], parts: &[Vec<Vec<u8>>]) -> Vec<Call> {
+    cases.iter().zip(parts).map(|(case, parts)| merge_call(case, parts, Element::F32, true)).collect()
+}
+
+fn all_close(cases: &[attention::Case], merged: &[Vec<Vec<u8>>]) -> Result<(), String> {
+    cases.iter().zip(merged).try_for_each(|(case, merged)| close(case, merged))
 }
 
 #[test]
 fn broken_attention_fails() {
-    let case = case();
-    let calls = [case.call.clone()];
+    let cases = cases();
+    let calls = [cases[0].call.clone(), cases[1].call.clone()];
     let Some(bench) = Bench::new(&calls) else { return };
-    let parts = bench.run(&calls).unwrap();
-    let merges = [merge_call(&case, &parts[0], Element::F32, true)];
+    let merges = joins(&cases, &bench.run(&calls).unwrap());
     let join = Bench::new(&merges).unwrap();
-    close(&case, &join.run(&merges).unwrap()[0]).expect("the text as it is");
-    let mutations: [Mutation; 8] = [
-        ("attend", "v_table[i] = v_levels[i];\nTM_BARRIER();", "v_table[i] = v_levels[i];"),
+    all_close(&cases, &join.run(&merges).unwrap()).expect("the text as it is");
+    let mutations: [Mutation; 14] = [
+        ("attend", "own_thread, threads);\nTM_BARRIER();", "own_thread, threads);"),
         (
             "attend",
-            "joined[simd * 32 + lane] = acc[g].at[i] * own;\n    TM_BARRIER();",
-            "joined[simd * 32 + lane] = acc[g].at[i] * own;",
+            "    }\n    TM_BARRIER();\n    TM_LOOP\n    for (int i = stripe;",
+            "    }\n    TM_LOOP\n    for (int i = stripe;",
         ),
         ("attend", "    }\n    TM_BARRIER();\n  }\n}", "    }\n  }\n}"),
+        ("attend", "rules.end = used ? end : 0;", "rules.end = used ? end + 1 : 0;"),
         (
             "attend",
-            "for (int t = begin + stripe; t < end; t += stripes)",
-            "for (int t = begin + stripe; t <= end; t += stripes)",
-        ),
-        (
-            "attend",
-            "const float own = top[g] == -TM_INF ? 0.0f : tm_exp(top[g] - highest);",
-            "const float own = 1.0f;",
+            "const float own = top == -TM_INF ? 0.0f : tm_exp(top - highest);",
+            "const float own = top == -TM_INF ? 0.0f : 1.0f;",
         ),
         (
             "attend",
             "place[4] + 1 - window > pad ? place[4] + 1 - window : pad;\nconst int most",
             "place[4] - window > pad ? place[4] + 2 - window : pad;\nconst int most",
         ),
-        ("common", "RING - wrapped, wrapped)", "RING - wrapped - 1, wrapped)"),
-        ("common", "((run[i + 1] << 1) << (31u - shift))", "(run[i + 1] << (31u - shift))"),
+        ("attend", "const int own = g ^ (lane % HEADS);", "const int own = g;"),
+        ("attend", "const bool used = number < length * chunks;", "const bool used = true;"),
+        ("common", "place.seam = uint(SEAM);", "place.seam = uint(SEAM - 1);"),
+        ("common", "(1u << (BITS - 1) << power)", "(1u << (BITS - 1))"),
+        ("common", "return (upper ? odd : even) +", "return (upper ? even : odd) +"),
+        ("common", "score = own > last ||", "score ="),
+        ("common", "if (more) open[STEPS] = carry;", "open[STEPS] = carry; open[STEPS - 1] = carry;"),
+        ("common", "const float f = tm_shuffle(factor, g);", "const float f = factor;"),
     ];
     for mutation in mutations {
-        let outcome = broken(&calls, mutation).unwrap().run(&calls).and_then(|parts| {
-            let merges = [merge_call(&case, &parts[0], Element::F32, true)];
-            close(&case, &join.run(&merges)?[0])
-        });
+        let outcome = broken(&calls, mutation)
+            .unwrap()
+            .run(&calls)
+            .and_then(|parts| all_close(&cases, &join.run(&joins(&cases, &parts))?));
         assert!(outcome.is_err(), "no test sees this change: {mutation:?}");
     }
     let mutations: [Mutation; 2] = [
@@ -79,7 +101,7 @@ fn broken_attention_fails() {
         ("merge", "tm_exp(state[at] - highest);", "tm_exp(state[at + 1] - highest);"),
     ];
     for mutation in mutations {
-        let outcome = broken(&merges, mutation).unwrap().run(&merges).and_then(|m| close(&case, &m[0]));
+        let outcome = broken(&merges, mutation).unwrap().run(&merges).and_then(|m| all_close(&cases, &m));
         assert!(outcome.is_err(), "no test sees this change: {mutation:?}");
     }
 }

@@ -4,113 +4,12 @@
 //! of an input are declared where the body holds these letters, and thread indices likewise, even inside a longer word.
 
 use super::attention::{ONE, Rules, Side};
-use super::bench::{Call, compiler};
+use super::bench::{Call, Input, compiler};
+use super::wrap::{ATTRIBUTES, Argument, metal};
 use std::process::Command;
-use turbomoq::kernels::plan::{Element, Pass, Value};
-use turbomoq::kernels::{Device, SOURCES, header};
-use turbomoq::spec::{CodecSpec, Grid};
-
-/// Thread indices that MLX declares when a body names them.
-const ATTRIBUTES: [(&str, &str); 20] = [
-    ("dispatch_quadgroups_per_threadgroup", "uint"),
-    ("dispatch_simdgroups_per_threadgroup", "uint"),
-    ("dispatch_threads_per_threadgroup", "uint3"),
-    ("grid_origin", "uint3"),
-    ("grid_size", "uint3"),
-    ("quadgroup_index_in_threadgroup", "uint"),
-    ("quadgroups_per_threadgroup", "uint"),
-    ("simdgroup_index_in_threadgroup", "uint"),
-    ("simdgroups_per_threadgroup", "uint"),
-    ("thread_execution_width", "uint"),
-    ("thread_index_in_quadgroup", "uint"),
-    ("thread_index_in_simdgroup", "uint"),
-    ("thread_index_in_threadgroup", "uint"),
-    ("thread_position_in_grid", "uint3"),
-    ("thread_position_in_threadgroup", "uint3"),
-    ("threadgroup_position_in_grid", "uint3"),
-    ("threadgroups_per_grid", "uint3"),
-    ("threads_per_grid", "uint3"),
-    ("threads_per_simdgroup", "uint"),
-    ("threads_per_threadgroup", "uint3"),
-];
-
-/// An argument as MLX sees it.
-struct Argument {
-    name: &'static str,
-    element: Element,
-    axes: usize,
-    count: usize,
-}
-
-fn metal_type(element: Element) -> &'static str {
-    match element {
-        Element::F32 => "float",
-        Element::F16 => "float16_t",
-        Element::BF16 => "bfloat16_t",
-        Element::U32 => "uint32_t",
-        Element::U8 => "uint8_t",
-        Element::I32 => "int32_t",
-    }
-}
-
-fn generate(
-    name: &str,
-    header: &str,
-    body: &str,
-    template: &[(&str, Value)],
-    inputs: &[Argument],
-    outputs: &[Argument],
-) -> String {
-    let value = |v: &Value| match v {
-        Value::Int(n) => n.to_string(),
-        Value::Type(e) => metal_type(*e).to_string(),
-    };
-    let values: Vec<String> = template.iter().map(|(_, v)| value(v)).collect();
-    let kinds: Vec<String> = template
-        .iter()
-        .map(|(n, v)| format!("{} {n}", if matches!(v, Value::Int(_)) { "int" } else { "typename" }))
-        .collect();
-    let mut kernel = format!("custom_kernel_{name}__{}", values.join("_"));
-    for i in inputs {
-        let space = if i.axes == 0 {
-            "s"
-        } else if i.count < 8 {
-            "c"
-        } else {
-            ""
-        };
-        kernel += &format!("_{}{space}", metal_type(i.element));
-    }
-    outputs.iter().for_each(|o| kernel += &format!("_{}", metal_type(o.element)));
-    let mut lines: Vec<String> = vec![];
-    let mut buffer = 0;
-    let mut declare = |text: String, lines: &mut Vec<String>| {
-        lines.push(format!("  {text} [[buffer({buffer})]]"));
-        buffer += 1;
-    };
-    for i in inputs {
-        let space = if i.count < 8 { "constant" } else { "device" };
-        let mark = if i.axes == 0 { "&" } else { "*" };
-        declare(format!("const {space} {}{mark} {}", metal_type(i.element), i.name), &mut lines);
-        for (suffix, kind) in [("_shape", "int*"), ("_strides", "int64_t*"), ("_ndim", "int&")] {
-            let word = format!("{}{suffix}", i.name);
-            if i.axes > 0 && body.contains(&word) {
-                declare(format!("const constant {kind} {word}"), &mut lines);
-            }
-        }
-    }
-    for o in outputs {
-        declare(format!("device {}* {}", metal_type(o.element), o.name), &mut lines);
-    }
-    let used = ATTRIBUTES.iter().filter(|(a, _)| body.contains(a));
-    lines.extend(used.map(|(a, kind)| format!("  {kind} {a} [[{a}]]")));
-    let instance = format!("{kernel}<{}>", values.join(", "));
-    format!(
-        "{header}template <{}>\n[[kernel]] void {kernel}(\n{}) {{\n{body}\n}}\n\ntemplate [[host_name(\"{kernel}\")]] [[kernel]] decltype({instance}) {instance};\n",
-        kinds.join(", "),
-        lines.join(",\n")
-    )
-}
+use turbomoq::internals::engine::mlx::kernels::plan::{self, Around, Element, Pass, Turn, Value};
+use turbomoq::internals::engine::mlx::kernels::{Device, Form, SOURCES, header};
+use turbomoq::{CodecSpec, Grid};
 
 /// What MLX 0.32.2 printed for this call (`verbose`, while exporting a function).
 #[test]
@@ -132,7 +31,7 @@ fn the_rules_are_those_of_mlx() {
          uint3 threadgroups_per_grid [[threadgroups_per_grid]]) {{\n{body}\n}}\n\n\
          template [[host_name(\"{name}\")]] [[kernel]] decltype({name}<3, float16_t>) {name}<3, float16_t>;\n"
     );
-    assert_eq!(generate("k", "// header\n", body, &template, &inputs, &outputs), want);
+    assert_eq!(metal("k", "// header\n", body, &template, &inputs, &outputs), want);
 }
 
 /// A call of every kernel, with small and large inputs.
@@ -149,8 +48,31 @@ fn calls() -> Vec<Call> {
         calls.push(super::attention::dequantize_call(&k, [1, 2, 9], Element::F16));
         calls.push(case.call);
         calls.push(super::encoding::case(spec, [1, 1, 2], 4, |_| {}).call);
+        calls.extend(around(k.form));
     }
     calls
+}
+
+/// Calls of what stands around attention, with a frame that has nothing.
+fn around(form: Form) -> [Call; 2] {
+    let (d, rows) = (form.channels(), Around { rows: [1, 4, 1], group: 2 });
+    let turn = Turn { rotation: Some([1; 2]), ..Turn::default() };
+    let line = |n: usize| Input::f32(&[n], &vec![1.0; n]);
+    let frame = || [line(1), line(1), Input::u32(&[1], &[0])].map(|i| i.strided(&[0, 0, 0]));
+    let (launch, place) = plan::enter(form, turn, rows);
+    let queries = Input::f16(&[1, 4, 1, d], &vec![0; 4 * d]);
+    let mut inputs = vec![queries];
+    inputs.extend(frame());
+    inputs.extend([line(d), line(1), line(1), Input::i32(&[place.len()], &place)]);
+    let enter = Call { launch, inputs };
+    let (launch, place) =
+        plan::finish(form, turn, rows, [2, 1, 0], (Element::F16, false)).expect("few shares");
+    let share = |n: usize| [line(4 * n * d), line(8 * n)];
+    let mut inputs = [share(2), share(1), [line(1), line(1)]].concat();
+    inputs.push(line(1));
+    inputs.extend(frame());
+    inputs.extend([line(d), line(1), Input::i32(&[place.len()], &place)]);
+    [enter, Call { launch, inputs }]
 }
 
 fn arguments(call: &Call) -> (Vec<Argument>, Vec<Argument>) {
@@ -208,10 +130,6 @@ fn arguments_are_declared_where_they_are_meant_and_nowhere_else() {
                 source.name
             );
         }
-        // What the macros and helpers of the header use must be declared by the body's own mention.
-        if words.contains(&"tm_ballot") {
-            assert!(words.contains(&"thread_index_in_simdgroup"), "{}", source.name);
-        }
         no_address_space(source.name, &code);
     }
     let header = header(Device::Cpu);
@@ -231,16 +149,16 @@ fn arguments_are_declared_where_they_are_meant_and_nowhere_else() {
 
 /// Names of Metal and CUDA as plain C++, so that the compiler at hand reads the whole text of every kernel. Address spaces and
 /// attributes are empty words here: that they fit is what the test above is for.
-const METAL: &str = "#include <cmath>\n#include <cstdint>\nusing uint = unsigned; using ushort = unsigned short;\n\
+const METAL: &str = "#include <algorithm>\n#include <cmath>\n#include <cstdint>\nusing uint = unsigned; using ushort = unsigned short;\n\
     struct uint3 { uint x, y, z; };\n\
     struct half { unsigned short bits; half() = default; template <typename T> explicit half(T); operator float() const; };\n\
     typedef half float16_t; struct bfloat16_t : half { using half::half; };\n\
     #define device\n#define constant\n#define threadgroup static\n\
     template <typename T, typename U> T as_type(U x) { static_assert(sizeof(T) == sizeof(U), \"a cast of bits\"); T y; __builtin_memcpy(&y, &x, sizeof(T)); return y; }\n\
     namespace metal { enum class mem_flags { mem_threadgroup }; namespace fast { inline float exp(float x) { return std::exp(x); } }\n\
-    using std::exp2; using std::floor; using std::log2; using std::rint; using std::sqrt; using std::tanh;\n\
+    using std::exp2; using std::floor; using std::fmax; using std::min; using std::log2; using std::rint; using std::sqrt; using std::tanh;\n\
     template <typename T> T simd_sum(T); template <typename T> T simd_max(T); template <typename T> T simd_min(T);\n\
-    template <typename T> T simd_or(T); template <typename T> T simd_shuffle_xor(T, ushort); }\n\
+    template <typename T> T simd_or(T); template <typename T> T simd_shuffle(T, ushort); template <typename T> T simd_shuffle_xor(T, ushort); }\n\
     void threadgroup_barrier(metal::mem_flags);\n";
 
 const CUDA: &str = "#include <cmath>\n#include <cstdint>\n#define device\n#define constant\n#define __device__\n#define __forceinline__ inline\n#define __shared__ static\n\
@@ -250,7 +168,8 @@ const CUDA: &str = "#include <cmath>\n#include <cstdint>\n#define device\n#defin
     void __syncthreads(); float __int_as_float(int); float __uint_as_float(unsigned); unsigned __float_as_uint(float);\n\
     unsigned short __half_as_ushort(__half); __half __ushort_as_half(unsigned short); inline float __expf(float x) { return std::exp(x); }\n\
     inline unsigned min(unsigned a, unsigned b) { return a < b ? a : b; }\n\
-    template <typename T> T __shfl_xor_sync(unsigned, T, int); unsigned __ballot_sync(unsigned, bool);\n";
+    template <typename T> T __shfl_xor_sync(unsigned, T, int); template <typename T> T __shfl_sync(unsigned, T, int);\n\
+    unsigned __funnelshift_r(unsigned, unsigned, unsigned); using std::fmaxf; unsigned __ballot_sync(unsigned, bool);\n";
 
 #[test]
 fn every_dialect_is_read_by_a_compiler() {
@@ -265,7 +184,7 @@ fn every_dialect_is_read_by_a_compiler() {
             let (inputs, outputs) = arguments(call);
             let source = call.launch.source;
             let key = format!("{}_{n}", source.key(device));
-            let mut whole = generate(&key, "", source.body, &call.launch.template, &inputs, &outputs);
+            let mut whole = metal(&key, "", source.body, &call.launch.template, &inputs, &outputs);
             if device == Device::Cuda {
                 // MLX declares pointers only, and no indices.
                 whole = whole.replace(" int32_t& ", " int32_t* ");

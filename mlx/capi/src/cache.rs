@@ -5,13 +5,8 @@ use super::rows::{by_token, tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_NON_FINITE};
 use super::{Failure, answer, by_mut, by_ref, free, give, guard, text, write};
 use std::ffi::c_char;
-use turbomoq::attention::{Rules, Stored};
 use turbomoq::cache::{HeadGroups, LayerShape};
-use turbomoq::cpu::Cpu;
-use turbomoq::error::Error;
-use turbomoq::recipe::Recipe;
-use turbomoq::spec::Side;
-use turbomoq::tensor::Tensor;
+use turbomoq::{Cpu, Error, Recipe, Rules, Side, Stored, Tensor};
 
 /// The cache of one layer.
 pub struct tmq_cache(pub(super) Layer);

@@ -5,15 +5,15 @@ use super::tmq_status::{self, TMQ_SHAPE, TMQ_UNSUPPORTED};
 use super::{Failure, answer, by_mut, by_ref, free, give, guard, null, text, write};
 use std::ffi::c_char;
 use std::sync::Arc;
-use turbomoq::codec::Codec;
-use turbomoq::codes::Codes;
-use turbomoq::compressor::BLOCK;
-use turbomoq::cpu::Cpu;
-use turbomoq::engine::Engine;
-use turbomoq::error::Error;
-use turbomoq::recipe::Recipe;
-use turbomoq::spec::Side;
-use turbomoq::tensor::{Dtype, Tensor};
+use turbomoq::Codec;
+use turbomoq::Codes;
+use turbomoq::Cpu;
+use turbomoq::Engine;
+use turbomoq::Error;
+use turbomoq::Recipe;
+use turbomoq::Side;
+use turbomoq::TOKENS_PER_BLOCK;
+use turbomoq::{Dtype, Tensor};
 
 /// A codec with its tables.
 pub struct tmq_codec(pub(super) Arc<Codec>);
@@ -48,7 +48,7 @@ pub unsafe extern "C" fn tmq_codec_new(spec: *const c_char, out: *mut *mut tmq_c
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         give(out, || {
-            Ok(tmq_codec(Arc::new(Codec::new(text(spec, "spec")?.parse::<turbomoq::spec::CodecSpec>()?)?)))
+            Ok(tmq_codec(Arc::new(Codec::new(text(spec, "spec")?.parse::<turbomoq::CodecSpec>()?)?)))
         })
     })
 }
@@ -117,7 +117,7 @@ pub unsafe extern "C" fn tmq_encode(
         give(out, || {
             let (codec, x) = (&by_ref(codec, "codec")?.0, tensor(rows, "rows")?);
             finite(&x, "rows")?;
-            let first = x.slice(2, 0, x.shape()[2].min(BLOCK))?;
+            let first = x.slice(2, 0, x.shape()[2].min(TOKENS_PER_BLOCK))?;
             let frame = Cpu.frame(codec, centred != 0, &first, None)?;
             Ok(tmq_codes(Cpu.encode(codec, frame, &x)?))
         })

@@ -4,9 +4,9 @@ use super::codes::finite;
 use super::rows::{tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_SHAPE};
 use super::{Failure, guard, null, write};
-use turbomoq::calibration::score_heads;
-use turbomoq::policy::allocation::{MOST_BITS, Part, allocate};
-use turbomoq::spec::Side;
+use turbomoq::Side;
+use turbomoq::allocation::calibration::score_heads;
+use turbomoq::allocation::{HeadSide, MOST_BITS, allocate};
 
 /// Heads of a whole model that bits are shared out to.
 const MOST_HEADS: usize = 1 << 24;
@@ -67,8 +67,8 @@ pub unsafe extern "C" fn tmq_allocate_bits(
         };
         check(len, count)?;
         let scores = std::slice::from_raw_parts(scores, count);
-        let part = |(i, &s): (usize, &f64)| Part::by_price(i / heads, i % heads, Side::Key, head_dim, s);
-        let parts: Vec<Part> = scores.iter().enumerate().map(part).collect();
+        let part = |(i, &s): (usize, &f64)| HeadSide::by_price(i / heads, i % heads, Side::Key, head_dim, s);
+        let parts: Vec<HeadSide> = scores.iter().enumerate().map(part).collect();
         write(out, count, &allocate(&parts, average, 1, MOST_BITS as u8)?)
     })
 }

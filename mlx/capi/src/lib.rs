@@ -26,7 +26,7 @@ pub use tables::*;
 use std::cell::RefCell;
 use std::ffi::{CStr, CString, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use turbomoq::error::Error;
+use turbomoq::Error;
 
 /// Version of the API: rises when something is added, and nothing is taken away.
 pub const TMQ_VERSION: u32 = 3;

@@ -11,12 +11,8 @@ use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, HashMap};
-use turbomoq::attention::Rules;
 use turbomoq::cache::{GroupsState, HeadGroups, LayerShape, State};
-use turbomoq::cpu::Cpu;
-use turbomoq::error::Error;
-use turbomoq::recipe::Recipe;
-use turbomoq::tensor::{Element, Tensor};
+use turbomoq::{Cpu, Element, Error, Recipe, Rules, Tensor};
 
 /// Which tokens queries see, and how scores are formed.
 #[repr(C)]
@@ -219,11 +215,7 @@ pub unsafe extern "C" fn tmq_bytes_free(bytes: *mut tmq_bytes) {
 
 /// A cache from the bytes that `tmq_cache_save` gave. `TMQ_PARSE` or `TMQ_SHAPE` if they are not.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn tmq_cache_load(
-    data: *const u8,
-    len: usize,
-    out: *mut *mut tmq_cache,
-) -> tmq_status {
+pub unsafe extern "C" fn tmq_cache_load(data: *const u8, len: usize, out: *mut *mut tmq_cache) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         give(out, || {

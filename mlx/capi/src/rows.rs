@@ -4,7 +4,8 @@ use super::tmq_status::{TMQ_FAILED, TMQ_NULL_POINTER, TMQ_SHAPE, TMQ_UNSUPPORTED
 use super::{Failure, known};
 use half::{bf16, f16};
 use std::ffi::c_void;
-use turbomoq::tensor::{Element, Tensor};
+use turbomoq::Tensor;
+use turbomoq::internals::tensor::Element;
 
 /// Elements are 32-bit floats.
 pub const TMQ_F32: u32 = 0;

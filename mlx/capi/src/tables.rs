@@ -5,7 +5,7 @@
 use super::codes::{tmq_codec, tmq_codes};
 use super::tmq_status::{self, TMQ_UNSUPPORTED};
 use super::{Failure, by_ref, guard, write};
-use turbomoq::codec::BandGrid;
+use turbomoq::internals::codec::BandGrid;
 
 /// The rotation of a codec: a vector x becomes y with y_i = sum over j of out[i * head_dim + j] * x_j; `len` must be
 /// head_dim * head_dim. A Hadamard rotation of a power of two has the signs that it begins with in its first row.

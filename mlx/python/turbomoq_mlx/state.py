@@ -7,7 +7,7 @@
     centre    (B, H, 1, D) float32
     window    (B, H, window held, D) in the dtype of the rows, if any are held
 
-The arrangement is the same in both releases of mlx-lm, and src/prompt_cache of the Rust crate reads it too.
+The arrangement is the same in both releases of mlx-lm, and src/io/prompt_cache of the Rust crate reads it too.
 """
 
 from __future__ import annotations

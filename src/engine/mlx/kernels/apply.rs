@@ -1,0 +1,92 @@
+//! Launches on MLX's GPU: the compiled kernels of a device, made once each, and the call.
+
+use super::backend::Backend;
+use super::plan::Launch;
+use super::{Device, Source};
+use crate::error::{Error, Result};
+use mlx_rs::Array;
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::rc::Rc;
+
+/// Runs launches in another way than MLX does.
+type Elsewhere = dyn Fn(&Launch, &[&Array]) -> Result<Vec<Array>>;
+
+/// The kernels of a device.
+#[derive(Default)]
+pub struct Kernels {
+    device: Device,
+    made: RefCell<HashMap<&'static str, Rc<dyn Backend>>>,
+    elsewhere: Option<Box<Elsewhere>>,
+}
+
+impl Kernels {
+    /// Kernels of the GPU that MLX runs on, if this build has any for it.
+    pub fn current() -> Kernels {
+        Kernels { device: Device::current(), ..Kernels::default() }
+    }
+
+    /// Kernels of a device whose launches `run` takes: how the calls of the graph are tested without a GPU.
+    pub fn elsewhere(
+        device: Device,
+        run: impl Fn(&Launch, &[&Array]) -> Result<Vec<Array>> + 'static,
+    ) -> Kernels {
+        Kernels { device, elsewhere: Some(Box::new(run)), ..Kernels::default() }
+    }
+
+    /// The device; [`Device::Cpu`] has no kernels.
+    pub fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Runs a launch: lazy, as every operation of MLX. A text that does not compile is an error of the evaluation.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] without a GPU, [`Error::Shape`] for inputs that are not those of the text, [`Error::Mlx`].
+    pub fn run(&self, launch: &Launch, inputs: &[&Array]) -> Result<Vec<Array>> {
+        let names = launch.source.inputs;
+        if inputs.len() != names.len() {
+            let expected = format!("{} arrays: {}", names.len(), names.join(", "));
+            return Err(Error::Shape { what: "kernel inputs", expected, got: vec![inputs.len()] });
+        }
+        if let Some(run) = &self.elsewhere {
+            return run(launch, inputs);
+        }
+        let known = self.made.borrow().get(launch.source.name).cloned();
+        let kernel = match known {
+            Some(kernel) => kernel,
+            None => {
+                let kernel = make(launch.source, self.device)?;
+                self.made.borrow_mut().insert(launch.source.name, kernel.clone());
+                kernel
+            }
+        };
+        kernel.apply(launch, inputs)
+    }
+}
+
+impl Device {
+    /// The GPU that MLX runs on, where this build has kernels for it.
+    pub fn current() -> Device {
+        let device = match (super::METAL && cfg!(target_os = "macos"), cfg!(feature = "cuda")) {
+            (true, _) => Device::Metal,
+            (_, true) => Device::Cuda,
+            _ => return Device::Cpu,
+        };
+        if crate::engine::mlx::arrays::on_gpu() { device } else { Device::Cpu }
+    }
+}
+
+fn make(source: &'static Source, device: Device) -> Result<Rc<dyn Backend>> {
+    match device {
+        #[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
+        Device::Metal => Ok(Rc::new(super::metal::Metal::new(source)?)),
+        #[cfg(feature = "cuda")]
+        Device::Cuda => Ok(Rc::new(super::cuda::Cuda::new(source)?)),
+        _ => Err(Error::Unsupported {
+            field: "device",
+            value: format!("{device:?}"),
+            reason: format!("this build has no {} kernel for it", source.name),
+        }),
+    }
+}

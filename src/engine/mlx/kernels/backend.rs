@@ -1,0 +1,24 @@
+//! What a backend of MLX does with a launch.
+
+use super::plan::{Element, Launch};
+use crate::error::Result;
+use mlx_rs::{Array, Dtype};
+
+/// A kernel of one backend of MLX.
+pub(super) trait Backend {
+    /// Calls it. `inputs` are in the order of the source.
+    fn apply(&self, launch: &Launch, inputs: &[&Array]) -> Result<Vec<Array>>;
+}
+
+/// MLX's name of an element type.
+#[cfg_attr(not(any(feature = "metal", feature = "cuda")), allow(dead_code))]
+pub(super) fn dtype(element: Element) -> Dtype {
+    match element {
+        Element::F32 => Dtype::Float32,
+        Element::F16 => Dtype::Float16,
+        Element::BF16 => Dtype::Bfloat16,
+        Element::U32 => Dtype::Uint32,
+        Element::U8 => Dtype::Uint8,
+        Element::I32 => Dtype::Int32,
+    }
+}

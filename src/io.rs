@@ -1,0 +1,7 @@
+//! Files: prompt caches of mlx-lm, compressed archives, and the rules by which both are written.
+
+pub mod archive;
+pub mod files;
+#[cfg(unix)]
+pub(crate) mod folders;
+pub mod prompt_cache;
