@@ -235,6 +235,7 @@ fn check(holds: bool, what: String) -> Result<()> {
 }
 
 /// Does it all; an error says what does not hold.
+#[allow(clippy::too_many_lines)] // read from top to bottom
 pub fn run(arguments: &Arguments) -> Result<()> {
     let Arguments { agents, tokens, layers, kv_heads, head_dim, threads, turns, .. } = *arguments;
     let shape = ModelShape { layers, kv_heads, key_dim: head_dim, value_dim: head_dim };

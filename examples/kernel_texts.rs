@@ -7,8 +7,8 @@ mod wrap;
 use std::error::Error;
 use std::fmt::Write as _;
 use std::path::Path;
-use turbomoq::internals::engine::mlx::kernels::plan::{self, Around, Element, Launch, Pass, Turn};
-use turbomoq::internals::engine::mlx::kernels::{Device, Form, Kind, header};
+use turbomoq::internals::engine::mlx::kernels::plan::{self, Around, ElementType, Launch, Pass, Turn};
+use turbomoq::internals::engine::mlx::kernels::{Form, Gpu, Kind, header};
 use turbomoq::{ScaleFormat, ScaleRule};
 use wrap::Argument;
 
@@ -50,10 +50,10 @@ fn name(form: Form) -> String {
 
 /// The types of words and scales of a side.
 #[derive(Clone, Copy)]
-struct Types(Element, Element);
+struct Types(ElementType, ElementType);
 
-fn types(form: Form, exact: Element, scale: Element) -> Types {
-    Types(if form.kind == Kind::Exact { exact } else { Element::U32 }, scale)
+fn types(form: Form, exact: ElementType, scale: ElementType) -> Types {
+    Types(if form.kind == Kind::Exact { exact } else { ElementType::U32 }, scale)
 }
 
 fn attend(k: Form, v: Form, pass: &Pass, [kt, vt]: [Types; 2], small: bool) -> Option<Text> {
@@ -61,53 +61,53 @@ fn attend(k: Form, v: Form, pass: &Pass, [kt, vt]: [Types; 2], small: bool) -> O
     let rows = if small { 4 } else { MANY };
     let input = |name, element, axes, count| Argument { name, element, axes, count };
     let inputs = vec![
-        input("queries", Element::F32, 4, MANY),
+        input("queries", ElementType::F32, 4, MANY),
         input("k_words", kt.0, 4, rows),
         input("k_scales", kt.1, 4, rows),
-        input("k_levels", Element::F32, 1, table_size(k)),
+        input("k_levels", ElementType::F32, 1, table_size(k)),
         input("v_words", vt.0, 4, rows),
         input("v_scales", vt.1, 4, rows),
-        input("v_levels", Element::F32, 1, table_size(v)),
-        input("bias", Element::F32, 4, rows),
-        input("mask", Element::F32, 4, if pass.masked { MANY } else { 1 }),
-        input("first", Element::I32, 1, pass.batch),
-        input("tokens", Element::I32, 0, 1),
-        input("limits", Element::F32, 1, 2),
-        input("place", Element::I32, 1, place.len()),
+        input("v_levels", ElementType::F32, 1, table_size(v)),
+        input("bias", ElementType::F32, 4, rows),
+        input("mask", ElementType::F32, 4, if pass.masked { MANY } else { 1 }),
+        input("first", ElementType::I32, 1, pass.batch),
+        input("tokens", ElementType::I32, 0, 1),
+        input("limits", ElementType::F32, 1, 2),
+        input("place", ElementType::I32, 1, place.len()),
     ];
     let what = format!("attend {} / {} gqa {}", name(k), name(v), pass.group);
     Some(Text { what, launch, inputs })
 }
 
-fn merge(dim: usize, out: Element, parts: usize) -> Text {
+fn merge(dim: usize, out: ElementType, parts: usize) -> Text {
     let (launch, counts) = plan::merge([1, 8, 1], parts, dim, out, false, true);
-    let input = |name, count| Argument { name, element: Element::F32, axes: 1, count };
+    let input = |name, count| Argument { name, element: ElementType::F32, axes: 1, count };
     let inputs = vec![
         input("sums", MANY),
         input("state", 2 * parts),
         input("sinks", parts),
-        Argument { name: "counts", element: Element::I32, axes: 1, count: counts.len() },
+        Argument { name: "counts", element: ElementType::I32, axes: 1, count: counts.len() },
     ];
     Text { what: format!("merge d {dim} {out:?}"), launch, inputs }
 }
 
-fn dequantize(form: Form, scale: Element, out: Element, small: bool) -> Text {
+fn dequantize(form: Form, scale: ElementType, out: ElementType, small: bool) -> Text {
     let launch = plan::dequantize(form, [1, 2, 9], out);
     let rows = if small { 4 } else { MANY };
     let inputs = vec![
-        Argument { name: "words", element: Element::U32, axes: 4, count: rows },
+        Argument { name: "words", element: ElementType::U32, axes: 4, count: rows },
         Argument { name: "scales", element: scale, axes: 4, count: rows },
-        Argument { name: "levels", element: Element::F32, axes: 1, count: table_size(form) },
-        Argument { name: "tokens", element: Element::I32, axes: 0, count: 1 },
+        Argument { name: "levels", element: ElementType::F32, axes: 1, count: table_size(form) },
+        Argument { name: "tokens", element: ElementType::I32, axes: 0, count: 1 },
     ];
     Text { what: format!("dequantize {}", name(form)), launch, inputs }
 }
 
 fn encode(form: Form, order: usize, format: ScaleFormat) -> Text {
     let (launch, place) = plan::encode(form, order, true, ScaleRule::Unbiased, format, [1, 2, 9]);
-    let input = |name, count| Argument { name, element: Element::F32, axes: 1, count };
+    let input = |name, count| Argument { name, element: ElementType::F32, axes: 1, count };
     let mut inputs = vec![
-        Argument { name: "vectors", element: Element::F32, axes: 4, count: MANY },
+        Argument { name: "vectors", element: ElementType::F32, axes: 4, count: MANY },
         input("signs", form.dim),
         input("factor", order * order),
         input("levels", if table_size(form) >= 128 { 2 * table_size(form) } else { 1 << form.bits }),
@@ -115,39 +115,39 @@ fn encode(form: Form, order: usize, format: ScaleFormat) -> Text {
     if launch.source.inputs.contains(&"borders") {
         inputs.push(input("borders", (1 << form.bits) - 1));
     }
-    inputs.push(Argument { name: "place", element: Element::I32, axes: 1, count: place.len() });
+    inputs.push(Argument { name: "place", element: ElementType::I32, axes: 1, count: place.len() });
     Text { what: format!("encode {}", name(form)), launch, inputs }
 }
 
 /// What stands around attention on rows of this form.
-fn around(form: Form, orders: [usize; 2], query: Element, out: Element) -> Vec<Text> {
+fn around(form: Form, orders: [usize; 2], query: ElementType, out: ElementType) -> Vec<Text> {
     let rows = Around { rows: [1, 32, 1], group: 4 };
     let turn = Turn { rotation: Some(orders), ..Turn::default() };
     let input = |name, element, axes, count| Argument { name, element, axes, count };
-    let f32s = |name, count| input(name, Element::F32, 1, count);
+    let f32s = |name, count| input(name, ElementType::F32, 1, count);
     let frame = [
-        input("centre", Element::F32, 3, MANY),
-        input("gain", Element::F32, 3, 1),
-        input("order", Element::U32, 3, MANY),
+        input("centre", ElementType::F32, 3, MANY),
+        input("gain", ElementType::F32, 3, 1),
+        input("order", ElementType::U32, 3, MANY),
     ];
     let factor: usize = orders.iter().map(|n| n * n).sum();
     let (launch, place) = plan::enter(form, turn, rows);
     let mut inputs = vec![input("queries", query, 4, MANY)];
     inputs.extend(frame);
     inputs.extend([f32s("signs", form.channels()), f32s("factor", factor), f32s("scale", 1)]);
-    inputs.push(input("place", Element::I32, 1, place.len()));
+    inputs.push(input("place", ElementType::I32, 1, place.len()));
     let mut out_texts = vec![Text { what: format!("enter {}", name(form)), launch, inputs }];
     if let Some((launch, place)) = plan::finish(form, turn, rows, [64, 1, 2], (out, true)) {
         let shares = ["sums", "state", "sums1", "state1", "sums2", "state2"];
         let mut inputs: Vec<Argument> = shares.iter().map(|name| f32s(name, MANY)).collect();
         inputs.push(f32s("sinks", 32));
         inputs.extend([
-            input("centre", Element::F32, 3, 1),
-            input("gain", Element::F32, 3, MANY),
-            input("order", Element::U32, 3, 1),
+            input("centre", ElementType::F32, 3, 1),
+            input("gain", ElementType::F32, 3, MANY),
+            input("order", ElementType::U32, 3, 1),
         ]);
         inputs.extend([f32s("signs", form.channels()), f32s("factor", factor)]);
-        inputs.push(input("place", Element::I32, 1, place.len()));
+        inputs.push(input("place", ElementType::I32, 1, place.len()));
         out_texts.push(Text { what: format!("finish {}", name(form)), launch, inputs });
     }
     out_texts
@@ -179,7 +179,7 @@ fn kinds() -> Vec<(Kind, u8)> {
 /// The forms whose loops have a ceiling: what decode mostly runs.
 fn ruled() -> Vec<Text> {
     let mut texts = vec![];
-    let half = Element::F16;
+    let half = ElementType::F16;
     let all = [
         (Kind::Uniform, 4),
         (Kind::Trellis8, 3),
@@ -215,8 +215,8 @@ fn cover(texts: usize) -> Vec<Text> {
         if i % 6 == 5 && kk != Kind::Exact {
             k = halves(kk, kb, 1 + kb % 4, dim);
         }
-        let exact = [Element::F16, Element::BF16, Element::F32][i % 3];
-        let scale = [Element::F16, Element::U8][i / 2 % 2];
+        let exact = [ElementType::F16, ElementType::BF16, ElementType::F32][i % 3];
+        let scale = [ElementType::F16, ElementType::U8][i / 2 % 2];
         let pass =
             Pass { batch: 1 + i % 12, group: groups[i % 9], queries: 1 + i % 16, masked: i % 4 == 1, ..PASS };
         out.extend(attend(k, v, &pass, [types(k, exact, scale), types(v, exact, scale)], i % 5 == 4));
@@ -230,9 +230,12 @@ fn others() -> Vec<Text> {
     for (i, (kind, bits)) in kinds().into_iter().enumerate() {
         let dim = [128, 64, 80, 256][i % 4];
         let f = form(kind, bits, dim);
-        let (scale, format) =
-            if i % 2 == 0 { (Element::F16, ScaleFormat::F16) } else { (Element::U8, ScaleFormat::Wide8) };
-        let to = [Element::F32, Element::F16, Element::BF16][i % 3];
+        let (scale, format) = if i % 2 == 0 {
+            (ElementType::F16, ScaleFormat::F16)
+        } else {
+            (ElementType::U8, ScaleFormat::Wide8)
+        };
+        let to = [ElementType::F32, ElementType::F16, ElementType::BF16][i % 3];
         if i < 8 {
             out.push(merge(dim, to, if i % 2 == 0 { 3 } else { 64 }));
         }
@@ -246,7 +249,7 @@ fn others() -> Vec<Text> {
 
 /// Multi-head latent attention: 16 query heads on one row of 576 and 512 channels.
 fn latent() -> Vec<Text> {
-    let t = Types(Element::U32, Element::F16);
+    let t = Types(ElementType::U32, ElementType::F16);
     let (k, v) = (form(Kind::Uniform, 4, 512), form(Kind::Uniform, 4, 512));
     attend(k, v, &Pass { heads: 1, group: 16, ..PASS }, [t, t], false).into_iter().collect()
 }
@@ -255,13 +258,13 @@ fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', "\\\\").replace('"', "\\\""))
 }
 
-fn write(folder: &Path, device: Device, texts: &[Text]) -> Result<(), Box<dyn Error>> {
-    let (folder, end) = match device {
-        Device::Cuda => (folder.join("cuda"), "cu"),
+fn write(folder: &Path, gpu: Gpu, texts: &[Text]) -> Result<(), Box<dyn Error>> {
+    let (folder, end) = match gpu {
+        Gpu::Cuda => (folder.join("cuda"), "cu"),
         _ => (folder.join("metal"), "metal"),
     };
     std::fs::create_dir_all(&folder)?;
-    std::fs::write(folder.join("header.h"), header(device))?;
+    std::fs::write(folder.join("header.h"), header(Some(gpu)))?;
     let mut list = String::from("[\n");
     for (n, text) in texts.iter().enumerate() {
         let source = text.launch.source;
@@ -277,9 +280,9 @@ fn write(folder: &Path, device: Device, texts: &[Text]) -> Result<(), Box<dyn Er
             })
             .collect();
         let (template, body) = (&text.launch.template, source.body);
-        let whole = match device {
-            Device::Cuda => {
-                wrap::cuda(&format!("kernel_{n}"), &header(device), body, template, &text.inputs, &outputs)
+        let whole = match gpu {
+            Gpu::Cuda => {
+                wrap::cuda(&format!("kernel_{n}"), &header(Some(gpu)), body, template, &text.inputs, &outputs)
             }
             _ => wrap::metal(
                 &format!("kernel_{n}"),
@@ -307,7 +310,7 @@ fn write(folder: &Path, device: Device, texts: &[Text]) -> Result<(), Box<dyn Er
     }
     list.push_str("]\n");
     std::fs::write(folder.join("list.json"), list)?;
-    println!("{device:?}: {} texts in {}", texts.len(), folder.display());
+    println!("{gpu:?}: {} texts in {}", texts.len(), folder.display());
     Ok(())
 }
 
@@ -320,12 +323,17 @@ fn main() -> Result<(), Box<dyn Error>> {
         texts.extend(cover(covering));
         texts.extend(others().into_iter().step_by(step));
         let uniform = |dim| form(Kind::Uniform, 4, dim);
-        texts.extend(around(uniform(128), [1; 2], Element::F16, Element::F16));
-        texts.extend(around(uniform(80), [20, 1], Element::F32, Element::F32));
-        texts.extend(around(halves(Kind::Trellis8, 4, 2, 192), [12; 2], Element::BF16, Element::BF16));
-        texts.extend(around(uniform(512), [1; 2], Element::F16, Element::F32));
+        texts.extend(around(uniform(128), [1; 2], ElementType::F16, ElementType::F16));
+        texts.extend(around(uniform(80), [20, 1], ElementType::F32, ElementType::F32));
+        texts.extend(around(
+            halves(Kind::Trellis8, 4, 2, 192),
+            [12; 2],
+            ElementType::BF16,
+            ElementType::BF16,
+        ));
+        texts.extend(around(uniform(512), [1; 2], ElementType::F16, ElementType::F32));
         texts
     };
-    write(Path::new(&folder), Device::Cuda, &make(24, 3))?;
-    write(Path::new(&folder), Device::Metal, &make(160, 1))
+    write(Path::new(&folder), Gpu::Cuda, &make(24, 3))?;
+    write(Path::new(&folder), Gpu::Metal, &make(160, 1))
 }

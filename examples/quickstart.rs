@@ -19,6 +19,7 @@ fn sample(stream: u64) -> Result<Tensor> {
     Tensor::new(&shape, (0..shape.iter().product()).map(|_| rng.normal() as f32).collect())
 }
 
+#[allow(clippy::too_many_lines)] // read from top to bottom
 fn main() -> Result<()> {
     let layers = (0..4).map(|i| Ok((sample(2 * i)?, sample(2 * i + 1)?))).collect::<Result<Vec<_>>>()?;
 

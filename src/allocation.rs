@@ -66,7 +66,7 @@ impl HeadSide {
 /// Most channels of all heads of a model together, far from overflow in every count of bits.
 const MOST_SCALARS: usize = 1 << 40;
 
-/// Widths of all parts, in their order, with `average` bits a scalar at most and each from `least` to `most` bits.
+/// Widths of all parts, in their order, with `average` bits per scalar at most and each from `least` to `most` bits.
 ///
 /// # Errors
 /// [`Error::Unsupported`] if the average is below `least`, the range is not within 1 to 8 bits, or a loss is not a finite number.

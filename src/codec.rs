@@ -220,8 +220,8 @@ impl Codec {
         self.fitted.as_ref()
     }
 
-    /// For [`Grid::ChannelAffine`]: the codec of one channel of a tile of tokens. The words and scales of a tile are those of
-    /// its channels one after the other, which fill exactly the rows of its tokens.
+    /// For [`Grid::ChannelAffine`]: the codec of one channel of a tile of tokens. The words and scales of a tile are
+    /// the words and scales of its channels one after the other, which fill exactly the rows of its tokens.
     pub fn channel(&self) -> Option<&Arc<Codec>> {
         self.channel.as_ref()
     }

@@ -72,7 +72,7 @@ pub struct CompressionStats {
     pub compression_ratio: f64,
     /// Stored bits a key scalar, everything counted.
     pub avg_k_bits: f64,
-    /// Stored bits a value scalar, everything counted.
+    /// Stored bits per scalar of the values, everything counted.
     pub avg_v_bits: f64,
 }
 
@@ -216,15 +216,14 @@ impl<E: Engine> Compressor<E> {
         values: &Tensor,
         before: Option<&CompressedLayer<E::Tensor>>,
     ) -> Result<CompressedLayer<E::Tensor>> {
-        self.compress_layer_from(layer, &layer.to_string(), keys, values, before, [None, None])
+        self.compress_layer_from((layer, &layer.to_string()), keys, values, before, [None, None])
     }
 
     /// As [`Compressor::compress_layer_after`]; rows of a side with a frame were packed with that frame before. Errors call the layer
     /// by its `name`.
     pub(crate) fn compress_layer_from(
         &self,
-        layer: usize,
-        name: &str,
+        (layer, name): (usize, &str),
         keys: &Tensor,
         values: &Tensor,
         before: Option<&CompressedLayer<E::Tensor>>,
@@ -236,12 +235,12 @@ impl<E: Engine> Compressor<E> {
                 values.wrong_shape("values", format!("[{}, {}, {}, D] as the keys", k[0], k[1], k[2]))
             );
         }
+        let (k, v) = ((keys, k), (values, v));
         Ok(CompressedLayer {
-            key: self.compress_side((layer, name), Side::Key, keys, k, before.map(|l| &l.key), key_frame)?,
+            key: self.compress_side((layer, name), Side::Key, k, before.map(|l| &l.key), key_frame)?,
             value: self.compress_side(
                 (layer, name),
                 Side::Value,
-                values,
                 v,
                 before.map(|l| &l.value),
                 value_frame,
@@ -265,8 +264,7 @@ impl<E: Engine> Compressor<E> {
         &self,
         (layer, name): (usize, &str),
         side: Side,
-        x: &Tensor,
-        shape: [usize; 4],
+        (x, shape): (&Tensor, [usize; 4]),
         before: Option<&CompressedSide<E::Tensor>>,
         frame: Option<Frame<Tensor>>,
     ) -> Result<CompressedSide<E::Tensor>> {
@@ -318,7 +316,7 @@ impl<E: Engine> Compressor<E> {
     /// Unpacks one side to its first shape and dtype.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn decompress_side(&self, side: &CompressedSide<E::Tensor>) -> Result<Tensor> {
         let mut parts = Vec::with_capacity(3);
         if let Some(head) = &side.head {
@@ -340,7 +338,7 @@ impl<E: Engine> Compressor<E> {
     /// Unpacks every layer to keys and values.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn decompress(&self, cache: &CompressedCache<E::Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
         cache
             .layers

@@ -17,6 +17,9 @@ use crate::tensor::{Dtype, Tensor};
 use std::sync::Arc;
 
 /// The stages on arrays: B sequences, H KV heads, Hq query heads (a multiple of H), T tokens, L query tokens, D channels.
+///
+/// Arrays that do not fit are [`Error::Shape`] or [`Error::Dtype`], which each method names. Besides, any call of a lazy engine may end in
+/// `Error::Mlx`: MLX has no memory left, or an array that it depends on could not be evaluated.
 pub trait Engine {
     /// The engine's array.
     type Tensor: Buffer;
@@ -27,13 +30,13 @@ pub trait Engine {
     /// Takes a host array to the engine.
     ///
     /// # Errors
-    /// The engine's own, if it has no room or no such dtype.
+    /// [`Error::Dtype`] if the engine has no such dtype; `Error::Mlx` if MLX has no room.
     fn put(&self, tensor: &Tensor) -> Result<Self::Tensor>;
 
     /// Takes an array to the host, evaluating it if it is lazy.
     ///
     /// # Errors
-    /// The engine's own, if the evaluation fails.
+    /// `Error::Mlx` if the evaluation of a lazy array fails.
     fn get(&self, tensor: &Self::Tensor) -> Result<Tensor>;
 
     /// A mask of booleans in the form that the engine's own attention takes as one: u8 on the CPU, bool in MLX, which adds other
@@ -74,7 +77,7 @@ pub trait Engine {
     /// Unpacks to [B, H, T, D].
     ///
     /// # Errors
-    /// The engine's own.
+    /// `Error::Mlx` if an operation of a lazy engine fails.
     fn decode(&self, codes: &Codes<Self::Tensor>, dtype: Dtype) -> Result<Self::Tensor>;
 
     /// Inner products of queries [B, Hq, L, D] with packed keys: f32 [B, Hq, L, T], not scaled.
@@ -103,7 +106,7 @@ pub trait Engine {
 
     /// Share of the attention of queries [B, Hq, L, D] that each part receives, mean over sequences, query heads and query tokens.
     /// The shares add up to one, whatever a learned sink takes; they are zero if no query sees a token. Costs the scores of an
-    /// [`Engine::attend`] of these queries, and a lazy engine evaluates one number a part.
+    /// [`Engine::attend`] of these queries, and a lazy engine evaluates one number per part.
     ///
     /// # Errors
     /// As [`Engine::attend`].
@@ -123,7 +126,7 @@ pub trait Engine {
     /// An array of zeros.
     ///
     /// # Errors
-    /// The engine's own.
+    /// `Error::Mlx` if an operation of a lazy engine fails.
     fn zeros(&self, dtype: Dtype, shape: &[usize]) -> Result<Self::Tensor>;
 
     /// Writes rows [B, H, n, D] into a buffer [B, H, capacity, D] from row `start` on, in the buffer's dtype; in place where no one
@@ -136,7 +139,7 @@ pub trait Engine {
     /// The same elements in a buffer of their own, so that a view does not keep a larger buffer alive.
     ///
     /// # Errors
-    /// The engine's own.
+    /// `Error::Mlx` if an operation of a lazy engine fails.
     fn compact(&self, tensor: &Self::Tensor) -> Result<Self::Tensor>;
 }
 

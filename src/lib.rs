@@ -1,4 +1,4 @@
-//! KV-cache compression for large language models: keys and values in 1.5 to 4.5 bits a value, attention directly on the packed form.
+//! KV-cache compression for large language models: keys and values in 1.5 to 4.5 bits per value, attention directly on the packed form.
 //!
 //! A [`Recipe`] says how keys and values are packed and which tokens stay exact; every text form of the command line parses. From
 //! there it goes three ways:

@@ -1,5 +1,5 @@
 //! Decisions on the blocks of a cache from numbers only: which stay, which are packed with fewer bits, which are dropped.
-//! [`eviction`] decides likewise on whole caches of a pool.
+//! `pool::eviction` decides likewise on whole caches of a pool.
 //!
 //! A policy is plain data and its decision a pure function of the [`BlockFacts`] facts: equal facts give equal actions. Quality only
 //! falls, since a block that has lost its bits cannot get them back; a pinned block keeps what it has. Deciding again on facts that
@@ -12,6 +12,7 @@ pub use attention::{AttentionDemotionPolicy, AttentionTier, Ema};
 pub use progressive::{AgeTier, ProgressivePolicy};
 
 use crate::error::{Error, Result};
+use crate::spec::stored_as_text;
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
@@ -172,18 +173,7 @@ impl FromStr for TierPolicy {
     }
 }
 
-impl From<TierPolicy> for String {
-    fn from(policy: TierPolicy) -> String {
-        policy.to_string()
-    }
-}
-
-impl TryFrom<String> for TierPolicy {
-    type Error = Error;
-    fn try_from(text: String) -> Result<TierPolicy> {
-        text.parse()
-    }
-}
+stored_as_text!(TierPolicy);
 
 fn parse_error(what: &'static str, text: &str, reason: String) -> Error {
     Error::Parse { what, text: text.into(), reason }

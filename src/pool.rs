@@ -110,7 +110,7 @@ impl<C: Pooled> MemoryPool<C> {
         self.put(id, &self.adopt(parcel), Some(Terms { kind, priority, renew: true }))
     }
 
-    /// A cache in blocks, those of the pool where it has equal ones.
+    /// A cache in blocks; where the pool has an equal block, that block is used.
     fn split(&self, cache: C) -> Result<Arc<Parcel<C>>> {
         Ok(self.adopt(Parcel::split(cache)?))
     }

@@ -46,7 +46,7 @@ pub struct QualityReport {
     pub ratio: f64,
     /// Stored bits a key scalar.
     pub key_bits: f64,
-    /// Stored bits a value scalar.
+    /// Stored bits per scalar of the values.
     pub value_bits: f64,
     /// Time to pack, in milliseconds.
     pub encode_ms: f64,

@@ -5,7 +5,7 @@ mod head_dim;
 use crate::error::{Error, Result};
 use crate::math::rng;
 use crate::spec::bit_plan::BitPlan;
-use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
+use crate::spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side, stored_as_text};
 use head_dim::TEMPLATE_DIM;
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -31,7 +31,7 @@ pub struct Recipe {
     /// Newest tokens that can be taken back without a trace, as rejected drafts are: 16 unless the text says otherwise, at most
     /// [`MOST_DRAFT`]. See [`crate::cache::LayerCache::trim`].
     pub draft: usize,
-    /// Bits of every layer and KV head, in place of those of the specs.
+    /// Bits of every layer and KV head, in place of the bits of the specs.
     pub plan: Option<BitPlan>,
 }
 
@@ -322,18 +322,7 @@ impl FromStr for Recipe {
     }
 }
 
-impl From<Recipe> for String {
-    fn from(recipe: Recipe) -> String {
-        recipe.to_string()
-    }
-}
-
-impl TryFrom<String> for Recipe {
-    type Error = Error;
-    fn try_from(text: String) -> Result<Recipe> {
-        text.parse()
-    }
-}
+stored_as_text!(Recipe);
 
 #[cfg(test)]
 mod tests {

@@ -7,6 +7,8 @@ pub mod bit_plan;
 mod cost;
 mod text;
 
+pub(crate) use text::stored_as_text;
+
 pub(crate) use cost::Budget;
 
 use crate::error::{Error, Result};
@@ -176,12 +178,12 @@ impl CodecSpec {
         }
     }
 
-    /// Tables of four bytes a channel that a head's frame has: centre, gains, channel order.
+    /// Tables of four bytes per channel that a head's frame has: centre, gains, channel order.
     pub(crate) fn tables(&self, centred: bool) -> usize {
         usize::from(centred) + usize::from(self.equalised) + usize::from(self.outliers > 0)
     }
 
-    /// Bits a channel by name: those of the codes, outliers and residual signs included, without scales.
+    /// Bits per channel by name: codes, outliers and residual signs, without scales.
     pub fn nominal_bits(&self) -> f32 {
         let signs = match self.residual {
             Residual::None => 0.0,
@@ -226,42 +228,7 @@ impl CodecSpec {
             return no("residual", self.residual.to_string(), reason);
         }
         match self.grid {
-            Grid::Affine { group } | Grid::ChannelAffine { group } => {
-                let per_token = matches!(self.grid, Grid::Affine { .. });
-                let fits: Vec<u16> =
-                    [32u16, 64, 128].into_iter().filter(|&g| !per_token || d % g as usize == 0).collect();
-                if !fits.contains(&group) || (!per_token && (2 * d) % group as usize != 0) {
-                    let takes = match (per_token, fits.is_empty()) {
-                        (true, true) => "none of the groups of mlx-lm".into(),
-                        (true, false) => format!("{fits:?}"),
-                        (false, _) => "32, 64 or 128 that divide twice its channels".to_string(),
-                    };
-                    return no("group", group.to_string(), format!("head_dim {d} takes {takes}"));
-                }
-                if !per_token && d * usize::from(self.bits) % 32 != 0 {
-                    let reason = format!(
-                        "{} at {} bits fills whole words only with multiples of {}",
-                        self.grid,
-                        self.bits,
-                        32 >> self.bits.trailing_zeros()
-                    );
-                    return no("head_dim", d.to_string(), reason);
-                }
-                if outliers > 0 || self.residual != Residual::None {
-                    return no(
-                        "grid",
-                        self.grid.to_string(),
-                        "goes with neither outliers nor a residual".into(),
-                    );
-                }
-                if !per_token && (self.rotation != RotationKind::Identity || self.equalised) {
-                    return no(
-                        "grid",
-                        self.grid.to_string(),
-                        "takes channels as they are, without a rotation".into(),
-                    );
-                }
-            }
+            Grid::Affine { group } | Grid::ChannelAffine { group } => self.check_affine(group)?,
             Grid::Trellis { states } if !matches!(states, 8 | 10) || most > 4 || d < 32 => {
                 let reason = "8 or 10 states, at most 4 bits, 32 channels or more".into();
                 return no("grid", self.grid.to_string(), reason);
@@ -269,6 +236,39 @@ impl CodecSpec {
             _ => {}
         }
         self.affordable()
+    }
+
+    /// Checks what the affine grids, by token and by channel, go together with.
+    fn check_affine(&self, group: u16) -> Result<()> {
+        let no = |field, value: String, reason: String| Err(Error::Unsupported { field, value, reason });
+        let (d, grid) = (self.head_dim, self.grid.to_string());
+        if matches!(self.grid, Grid::Affine { .. }) {
+            let fits: Vec<u16> = [32, 64, 128].into_iter().filter(|&g| d % usize::from(g) == 0).collect();
+            if !fits.contains(&group) {
+                let none = "none of the groups of mlx-lm".to_string();
+                let takes = if fits.is_empty() { none } else { format!("{fits:?}") };
+                return no("group", group.to_string(), format!("head_dim {d} takes {takes}"));
+            }
+        } else {
+            if !matches!(group, 32 | 64 | 128) || (2 * d) % usize::from(group) != 0 {
+                let takes = "32, 64 or 128 that divide twice its channels";
+                return no("group", group.to_string(), format!("head_dim {d} takes {takes}"));
+            }
+            if d * usize::from(self.bits) % 32 != 0 {
+                let multiple = 32 >> self.bits.trailing_zeros();
+                let at = format!("{grid} at {} bits", self.bits);
+                let reason = format!("{at} fills whole words only with multiples of {multiple}");
+                return no("head_dim", d.to_string(), reason);
+            }
+        }
+        if self.outliers > 0 || self.residual != Residual::None {
+            return no("grid", grid, "goes with neither outliers nor a residual".into());
+        }
+        let by_channel = matches!(self.grid, Grid::ChannelAffine { .. });
+        if by_channel && (self.rotation != RotationKind::Identity || self.equalised) {
+            return no("grid", grid, "takes channels as they are, without a rotation".into());
+        }
+        Ok(())
     }
 }
 

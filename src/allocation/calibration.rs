@@ -18,7 +18,7 @@ use std::collections::HashMap;
 
 const FORMAT: &str = "turbomoq-calibration";
 const VERSION: &str = "1";
-/// Loss of a key over that of a value of the same score.
+/// Loss of a key divided by the loss of a value of the same score.
 const KEYS_OVER_VALUES: f64 = 4.0;
 const SIDES: [(Side, &str); 2] = [(Side::Key, "key"), (Side::Value, "value")];
 
@@ -128,7 +128,7 @@ impl Calibration {
         parts
     }
 
-    /// Widths for all heads at `average` bits a scalar (codes alone), each from `least` to `most` bits.
+    /// Widths for all heads at `average` bits per scalar (codes alone), each from `least` to `most` bits.
     ///
     /// # Errors
     /// As [`allocate`].

@@ -2,7 +2,7 @@
 //!
 //! Spectral: how far the keys of a head lie along few directions. Sensitivity: how much the output changes by noise on the head,
 //! where the caller has gradients or has measured it. Position: exp(-2 x^2) with x from -1 to 1 over the layers. The weights .4, .3
-//! and .3 are those of the original system; measured prices (see `turbomoq::allocation::calibration`) replace all of this where there are any.
+//! and .3 are the original system's; measured prices (see `turbomoq::allocation::calibration`) replace all of this where there are any.
 
 use super::{HeadSide, MOST_BITS, allocate};
 use crate::error::{Error, Result};

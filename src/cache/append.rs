@@ -79,7 +79,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if leave { self.recipe.window + TOKENS_PER_BLOCK } else { usize::MAX }
     }
 
-    /// Writes rows behind those of the window.
+    /// Writes rows behind the last row of the window.
     fn write_window(
         &mut self,
         undo: &mut Undo<E::Tensor>,
@@ -134,13 +134,13 @@ impl<E: Engine + Clone> SequenceCache<E> {
         Ok(Exact { keys: zeros(keys)?, values: zeros(values)?, capacity })
     }
 
-    /// The codecs whose tables the frames hold: those of a tier that packs, if there are tiers. All of them need the same tables.
+    /// The codecs whose tables the frames hold: of the first tier that packs, if there are tiers. All tiers need the same tables.
     pub(super) fn frame_codecs(&self) -> [Option<Arc<Codec>>; 2] {
         let Some(tiers) = &self.tiers else { return self.codecs.clone() };
         std::array::from_fn(|i| tiers.codecs.iter().rev().find_map(|c| c[i].clone()))
     }
 
-    /// Keeps queries for the gains of equalised keys; those of tokens that came by [`super::LayerCache::append`] are not known.
+    /// Keeps queries for the gains of equalised keys. Tokens that came by [`super::LayerCache::append`] have no known queries.
     pub(super) fn keep_queries(&mut self, queries: &E::Tensor) -> Result<()> {
         let wanted = self.frame_codecs()[0].as_ref().is_some_and(|codec| codec.spec().equalised);
         if self.frames.is_none() && wanted {

@@ -11,7 +11,7 @@ use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
-/// The scalars of a padded batch: those of each group's cache are a text of their own.
+/// The scalars of a padded batch; the scalars of each group's cache are a text of their own.
 #[derive(Serialize, Deserialize)]
 struct Padded {
     left_padding: Vec<usize>,
@@ -136,7 +136,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         E::Tensor::concat(0, &rows.collect::<Result<Vec<_>>>()?)
     }
 
-    /// Positions that [`LayerCache::fetch`] gives, rising: those of padding, and those that some sequence holds a token at. `evicted` are
+    /// Positions that [`LayerCache::fetch`] gives, rising: padding, and every position at which some sequence holds a token. `evicted` are
     /// segments of a group that are given besides.
     pub(super) fn positions<'a>(&self, evicted: impl Fn(usize) -> &'a [Segment<E::Tensor>]) -> Vec<usize>
     where
@@ -238,7 +238,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// The cache taken apart; [`LayerCache::from_state`] puts it together.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn state(&self) -> Result<State<E::Tensor>> {
         if self.padding.is_empty() {
             return self.groups[0].cache.state();
@@ -296,7 +296,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// What the cache holds, segment by segment; with left padding, one group of sequences after the other.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn report(&self) -> Result<LayerReport> {
         let mut whole: Option<LayerReport> = None;
         for g in &self.groups {

@@ -1,7 +1,7 @@
 //! What the parts of a cache fulfil that is put together from a state: nothing of a state is believed.
 //!
 //! Every cache that append and trim make passes, so what passes here cannot fail or mislead later: positions add up to the offset, tables
-//! belong to the codecs, and a policy's blocks are those of the body.
+//! belong to the codecs, and a policy knows every block of the body and no other.
 
 use super::held::Seen;
 use super::{LayerShape, SequenceCache};
@@ -127,7 +127,7 @@ impl<E: Engine + Clone> SequenceCache<E> {
         follow("the window", offset - window, window)
     }
 
-    /// Tables are there once a block has left the window, and are those of the codecs.
+    /// Tables are there once a block has left the window, and are what the codecs need.
     fn check_frames(&self, b: usize, h: usize) -> Result<()> {
         let Some(frames) = &self.frames else {
             return match self.body.first() {

@@ -45,7 +45,7 @@ pub(super) struct Border<T> {
 }
 
 impl<T: Buffer> Border<T> {
-    /// Bytes that are kept besides those of the cache itself.
+    /// Bytes that are kept on top of the cache itself.
     pub(super) fn nbytes(&self) -> usize {
         let old = self.old.iter().map(|s| bytes_of(&s.keys) + bytes_of(&s.values));
         let queries = self.queries.as_ref().map_or(0, T::nbytes);

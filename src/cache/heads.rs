@@ -96,7 +96,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// What each group holds.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn report(&self) -> Result<Vec<LayerReport>> {
         self.groups.iter().map(|g| g.1.report()).collect()
     }
@@ -209,7 +209,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// See [`LayerCache::trim`].
     ///
     /// # Errors
-    /// The engine's own; the cache is then as it was.
+    /// As [`Engine`]'s methods; the cache is then as it was.
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let (mut groups, n) = (self.groups.clone(), n.min(self.offset()));
         for (_, cache) in &mut groups {

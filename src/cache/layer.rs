@@ -2,7 +2,7 @@
 //!
 //! A batch without padding is one group of all sequences, and nothing is dealt out. With padding, every sequence is packed as it would
 //! be alone: its sinks are its own first tokens, and block borders and frames are counted from its own first token on. Positions that
-//! callers give and get are those of the batch, padding included.
+//! callers give and get belong to the whole batch, padding included.
 
 use super::padding::Group;
 use super::{BlockFacts, LayerShape, SequenceCache};
@@ -58,7 +58,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// Gives an empty cache a tier policy, which looks at received attention every `observe_every` tokens if it needs it: that costs
     /// the scores of one query once more, so one part in `observe_every` of decoding at most.
     ///
-    /// The recipe says how packed blocks are packed; their bits are those of the tiers. 16 bits are half floats. Decisions by
+    /// The recipe says how blocks are packed, the tiers with how many bits. 16 bits are half floats. Decisions by
     /// attention depend on the queries, so a cache with them is not the same for any chunking of appends.
     ///
     /// # Errors
@@ -99,7 +99,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         if self.padding.is_empty() { self.groups[0].cache.offset() } else { self.padded_offset }
     }
 
-    /// Positions held: those of tokens that a sequence holds, and of padding.
+    /// Positions held: every position at which a sequence holds a token, and padding.
     pub fn len(&self) -> usize {
         if self.padding.is_empty() { self.groups[0].cache.len() } else { self.positions(|_| &[]).len() }
     }
@@ -223,7 +223,7 @@ impl<E: Engine + Clone> LayerCache<E> {
     /// [`crate::engine::attention::Rules::mask`].
     ///
     /// # Errors
-    /// The engine's own; the cache is then as it was.
+    /// As [`Engine`]'s methods; the cache is then as it was.
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         if self.padding.is_empty() {
             return self.groups[0].cache.trim(n);
@@ -238,7 +238,7 @@ impl<E: Engine + Clone> LayerCache<E> {
         Ok(n)
     }
 
-    /// The parts in token order. Buffers are shared, not copied. With left padding they are those of one group of sequences after the
+    /// The parts in token order. Buffers are shared, not copied. With left padding these are the parts of one group of sequences after the
     /// other, each counted from its own first token.
     pub fn segments(&self) -> Vec<Segment<E::Tensor>> {
         self.groups.iter().flat_map(|g| g.cache.segments()).collect()

@@ -24,7 +24,7 @@ pub enum Mask<T> {
 
 impl<E: Engine + Clone> LayerCache<E> {
     /// The mask of `n` tokens that will be appended next, over what [`LayerCache::update_and_fetch`] will give. `array` asks for an
-    /// array even where a word would do; `window` and `left_padding` are those of [`Rules`], and the padding of the cache is hidden too.
+    /// array even where a word would do; `window` and `left_padding` mean what they do in [`Rules`], and the padding of the cache is hidden too.
     /// Tokens that a policy will drop while these come are hidden from the queries behind, as [`LayerCache::update_and_attend`] hides
     /// them; what a policy by attention learns in that call itself cannot be foreseen.
     ///

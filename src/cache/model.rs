@@ -30,7 +30,7 @@ impl<E: Engine> std::fmt::Debug for KvCache<E> {
 
 impl<E: Engine + Clone> KvCache<E> {
     /// An empty cache with one recipe, whose plan may differ by layer (heads that differ are for [`super::HeadGroups`]); `shapes` has an
-    /// entry a layer of the model, `None` for one without keys and values. The KV layers whose ordinals are in `exempt` keep everything
+    /// entry per layer of the model, `None` for one without keys and values. The KV layers whose ordinals are in `exempt` keep everything
     /// exact.
     ///
     /// # Errors
@@ -138,7 +138,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// Drops the last `n` tokens of every layer and says how many were dropped: all, if a layer has fewer.
     ///
     /// # Errors
-    /// The engine's own; all layers are then as they were.
+    /// As [`Engine`]'s methods; all layers are then as they were.
     pub fn trim(&mut self, n: usize) -> Result<usize> {
         let n = self.layers.iter().map(LayerCache::offset).min().unwrap_or(0).min(n);
         let mut layers = self.layers.clone();
@@ -152,7 +152,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// What each KV layer holds.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn report(&self) -> Result<Vec<LayerReport>> {
         self.layers.iter().map(LayerCache::report).collect()
     }

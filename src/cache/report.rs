@@ -1,4 +1,4 @@
-//! What a cache holds: one line a segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
+//! What a cache holds: one line per segment, with the bytes of its buffers. The lines and the tables add up to `nbytes`.
 
 use super::segments::bytes_of;
 use super::{Exact, SequenceCache};

@@ -3,12 +3,14 @@
 //! Exact rows are cut to the tokens that they hold. The text is JSON and holds all that is no array: recipe, codec specs, positions,
 //! tiers with what they have observed. Codes go back only to the codec whose spec stands beside them.
 
+mod parts;
+
 use super::consistent::misfit;
 use super::draft::Border;
 use super::held::{Held, Seen};
-use super::{Exact, HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
+use super::{HeadGroups, KvCache, LayerCache, LayerShape, SequenceCache};
 use crate::codec::Codec;
-use crate::codec::codes::{Buffer, Codes, Frame};
+use crate::codec::codes::Buffer;
 use crate::engine::Engine;
 use crate::engine::attention::{Segment, Stored};
 use crate::error::{Error, Result};
@@ -16,6 +18,7 @@ use crate::policy::{Ema, TierPolicy};
 use crate::recipe::Recipe;
 use crate::spec::CodecSpec;
 use crate::tensor::Tensor;
+use parts::{Packed, Parts};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -168,22 +171,8 @@ impl<E: Engine + Clone> SequenceCache<E> {
         if meta.version != VERSION {
             return Err(misfit(format!("version {}, this program reads {VERSION}", meta.version)));
         }
-        // In buffers of their own: an array of a state may show a part of a larger one.
-        let maker = engine.clone();
-        let own = |array: &E::Tensor| maker.compact(array);
-        let array = |name: &str| {
-            let array = state.arrays.get(name).ok_or_else(|| misfit(format!("there is no array {name}")))?;
-            own(array)
-        };
-        let codec = |i: usize| -> Result<Option<Arc<Codec>>> {
-            let Some(spec) = meta.specs[i] else { return Ok(None) };
-            let codec = match state.arrays.get(&format!("levels.{}", SIDES[i])) {
-                Some(levels) => Codec::with_levels(spec, engine.get(levels)?.to_f32()?.into())?,
-                None => Codec::new(spec)?,
-            };
-            Ok(Some(Arc::new(codec)))
-        };
-        let codecs = [codec(0)?, codec(1)?];
+        let parts = Parts { engine: engine.clone(), arrays: &state.arrays, dims: meta.dims };
+        let codecs = [parts.codec(0, meta.specs[0])?, parts.codec(1, meta.specs[1])?];
         let shape = LayerShape { key_dim: meta.dims[0], value_dim: meta.dims[1] };
         let mut cache = SequenceCache::with_codecs(engine, meta.recipe, shape, codecs)?;
         let mut known: Vec<Arc<Codec>> = cache.codecs.iter().flatten().cloned().collect();
@@ -195,60 +184,22 @@ impl<E: Engine + Clone> SequenceCache<E> {
                 known.extend(made.codecs.iter().flatten().flatten().cloned());
             }
         }
-        let exact = |name: &str, len: usize| -> Result<Option<Exact<E::Tensor>>> {
-            if !state.arrays.contains_key(&format!("{name}.keys")) {
-                return if len == 0 {
-                    Ok(None)
-                } else {
-                    Err(misfit(format!("there is no array {name}.keys")))
-                };
-            }
-            let (keys, values) = (array(&format!("{name}.keys"))?, array(&format!("{name}.values"))?);
-            expect_rows(&keys, len, shape.key_dim)?;
-            expect_rows(&values, len, shape.value_dim)?;
-            Ok(Some(Exact { keys, values, capacity: len }))
-        };
-        (cache.sinks, cache.window) = (exact("sinks", meta.sinks)?, exact("window", meta.window)?);
-        let frame = |side: &str| -> Result<Frame<E::Tensor>> {
-            let table = |name: &str| state.arrays.get(&format!("frame.{side}.{name}")).map(own).transpose();
-            Ok(Frame { centre: table("centre")?, gain: table("gain")?, order: table("order")? })
-        };
-        let frames = [frame(SIDES[0])?, frame(SIDES[1])?];
-        let segments = |part: &str, runs: &[StoredRun]| -> Result<Vec<Segment<E::Tensor>>> {
-            let side = |i: usize, run: &StoredRun, k: usize| -> Result<Stored<E::Tensor>> {
-                let name = |what: &str| format!("{part}.{i}.{}.{what}", SIDES[k]);
-                let Some(spec) = &run.specs[k] else {
-                    let rows = array(&name("rows"))?;
-                    expect_rows(&rows, run.len, meta.dims[k])?;
-                    return Ok(Stored::Exact { rows, len: run.len });
-                };
-                let codec = known.iter().find(|c| c.spec() == spec).cloned();
-                let codec = codec.ok_or_else(|| misfit(format!("{spec} is no codec of the recipe")))?;
-                let (words, scales) = (array(&name("words"))?, array(&name("scales"))?);
-                Codes::new(codec, frames[k].clone(), words, scales).map(Stored::Packed)
-            };
-            let segment = |(i, run): (usize, &StoredRun)| {
-                let (keys, values) = (side(i, run, 0)?, side(i, run, 1)?);
-                if [keys.len(), values.len()] != [run.len; 2] {
-                    let found = keys.len();
-                    return Err(misfit(format!("{part} segment {i} has {found} tokens, not {}", run.len)));
-                }
-                Ok(Segment { start: run.start, keys, values })
-            };
-            runs.iter().enumerate().map(segment).collect()
-        };
-        cache.body = segments("body", &meta.body)?;
+        (cache.sinks, cache.window) =
+            (parts.exact("sinks", meta.sinks)?, parts.exact("window", meta.window)?);
+        let frames = [parts.frame(0)?, parts.frame(1)?];
+        let packed = Packed { parts: &parts, known: &known, frames: &frames };
+        cache.body = packed.segments("body", &meta.body)?;
         for (i, border) in meta.borders.into_iter().enumerate().rev() {
             let name = |what: &str| format!("border.{i}.{what}");
-            let old = segments(&name("old"), &border.old)?;
-            let queries = state.arrays.get(&name("queries")).map(own).transpose()?;
-            let block = [array(&name("keys"))?, array(&name("values"))?];
+            let old = packed.segments(&name("old"), &border.old)?;
+            let queries = parts.optional(&name("queries"))?;
+            let block = [parts.array(&name("keys"))?, parts.array(&name("values"))?];
             let BorderMeta { at, spans, framed, asked, tiers, .. } = border;
             let previous = cache.border.take();
             let border = Border { at, block, old, spans, framed, queries, asked, tiers, previous };
             cache.border = Some(Arc::new(border));
         }
-        cache.queries = state.arrays.get("queries").map(own).transpose()?;
+        cache.queries = parts.optional("queries")?;
         cache.asked = meta.asked;
         if let Some(n) = cache.queries.as_ref().map(|q| q.shape()[2])
             && cache.asked.is_empty()
@@ -311,7 +262,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// The cache taken apart; [`KvCache::from_state`] puts it together.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn state(&self) -> Result<ModelState<E::Tensor>> {
         let layers = self.layers.iter().map(LayerCache::state).collect::<Result<_>>()?;
         Ok(ModelState { layers, ordinals: self.ordinals.clone() })
@@ -320,7 +271,7 @@ impl<E: Engine + Clone> KvCache<E> {
     /// A cache from what [`KvCache::state`] gave.
     ///
     /// # Errors
-    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the ordinals are not those of the layers.
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the ordinals do not match the layers.
     pub fn from_state(engine: E, state: &ModelState<E::Tensor>) -> Result<KvCache<E>> {
         if !state.ordinals.iter().flatten().copied().eq(0..state.layers.len()) {
             return Err(misfit(format!("{} layers do not have these ordinals", state.layers.len())));
@@ -334,7 +285,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// The cache taken apart; [`HeadGroups::from_state`] puts it together.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn state(&self) -> Result<GroupsState<E::Tensor>> {
         let groups = self.groups.iter().map(|(_, cache)| cache.state()).collect::<Result<_>>()?;
         Ok(GroupsState { groups, heads: self.groups.iter().map(|(heads, _)| heads.clone()).collect() })
@@ -343,7 +294,7 @@ impl<E: Engine + Clone> HeadGroups<E> {
     /// A cache from what [`HeadGroups::state`] gave.
     ///
     /// # Errors
-    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the groups are not those of the heads or have not seen the same tokens.
+    /// As [`LayerCache::from_state`]; [`Error::Parse`] if the groups do not cover every head once, or have not seen the same tokens.
     pub fn from_state(engine: E, state: &GroupsState<E::Tensor>) -> Result<HeadGroups<E>> {
         let caches = state.groups.iter().map(|s| LayerCache::from_state(engine.clone(), s));
         let caches = caches.collect::<Result<Vec<_>>>()?;

@@ -18,7 +18,7 @@ pub struct Arguments {
     /// Prompt cache [default: the input's name with the ending .restored.safetensors]
     #[arg(short, long)]
     output: Option<PathBuf>,
-    /// Release of mlx-lm to write for, 0.31 or 0.32 [default: that of the source]
+    /// Release of mlx-lm to write for, 0.31 or 0.32 [default: the layout of the source]
     #[arg(long)]
     layout: Option<Layout>,
     /// Make layers of class TurboMoqCache plain ones, which mlx-lm loads without turbomoq's package

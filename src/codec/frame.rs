@@ -8,7 +8,7 @@
 //! Rows that are not finite. A row with NaN or infinity in it, or whose squared norm is no finite f32 (above 3.4e38), takes no part in
 //! a frame, nor a query in gains. It decodes to NaN in every channel, and its neighbours as if it were not there: also those of its
 //! tile where tokens are packed together, see [`crate::codec::tile`]. A block without a finite row gives the neutral frame (centre zero,
-//! gains one, channels in order), with which later rows are packed as those of a recipe without centring. So says this file for
+//! gains one, channels in order), with which later rows are packed as by a recipe without centring. So says this file for
 //! every engine; the `Compressor` and files refuse such rows by name instead.
 
 use crate::math::rotation::dot;

@@ -47,7 +47,7 @@ enum CodeSearch {
     /// Few borders are searched by halves.
     Tree(Tree),
     /// The code of each cell's lower end. A cell is computed by a function that does not fall, so borders of lower cells are
-    /// at or below the coordinate and those of higher cells above it; at most one border is in a cell.
+    /// at or below the coordinate, and the borders of higher cells above it; at most one border is in a cell.
     Cells { first: Box<[u8; CELLS]>, scale: f32, offset: f32 },
     /// Many borders, too close for cells.
     Halves,

@@ -10,7 +10,7 @@ use crate::tensor::Tensor;
 use std::sync::Arc;
 
 impl<E: Engine> Compressor<E> {
-    /// The codes of the first rows, and those of the others with the same frame.
+    /// The codes of the first rows, followed by the codes of the others with the same frame.
     pub(super) fn append(
         &self,
         codec: &Arc<Codec>,

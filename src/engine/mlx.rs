@@ -26,7 +26,7 @@ mod trellis;
 use crate::codec::codes::{Codes, Frame};
 use crate::codec::{Band, BandGrid, Codec};
 use crate::engine::attention::{Rules, Segment};
-use crate::engine::mlx::kernels::{Device, Kernels};
+use crate::engine::mlx::kernels::Kernels;
 use crate::engine::{Engine, check_vectors};
 use crate::error::{Error, Result};
 use crate::spec::CodecSpec;
@@ -82,7 +82,7 @@ impl Mlx {
         if let Some(tables) = self.tables.borrow().get(&key) {
             return Ok(tables.clone());
         }
-        let tables = Rc::new(DeviceTables::new(codec, self.kernels.device() != Device::Cpu)?);
+        let tables = Rc::new(DeviceTables::new(codec, self.kernels.gpu().is_some())?);
         self.tables.borrow_mut().insert(key, tables.clone());
         Ok(tables)
     }

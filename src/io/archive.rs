@@ -138,7 +138,7 @@ impl Archive {
     /// Unpacks every layer into a prompt cache of the source's layout; `done` is called after every layer.
     ///
     /// # Errors
-    /// The engine's own.
+    /// As [`Engine`]'s methods.
     pub fn restore<E: Engine>(
         &self,
         compressor: &Compressor<E>,
@@ -324,7 +324,7 @@ impl<'a, E: Engine> Packer<'a, E> {
             }
         }
         let packed =
-            compressor.compress_layer_from(kv_layer, at, &kv.keys, &kv.values, before.as_ref(), frames)?;
+            compressor.compress_layer_from((kv_layer, at), &kv.keys, &kv.values, before.as_ref(), frames)?;
         let host = |side: CompressedSide<E::Tensor>| -> Result<CompressedSide<Tensor>> {
             let get = |t: Option<E::Tensor>| t.map(|t| compressor.engine().get(&t)).transpose();
             let body =

@@ -10,7 +10,7 @@ use std::io::ErrorKind;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-/// Bits of a mode by which others may write to a folder: put files there, remove and replace those of its owner.
+/// Bits of a mode by which others may write to a folder: put files there, remove and replace the files of its owner.
 pub(crate) const WRITE: u32 = 0o022;
 /// Bits of a mode by which others may do anything with a folder.
 pub(crate) const ANY: u32 = 0o077;
@@ -65,7 +65,7 @@ impl HeldFolder {
     /// Makes the folder if it is not there, and takes it.
     ///
     /// # Errors
-    /// [`Error::InUse`] if another process has it, those of [`own`].
+    /// [`Error::InUse`] if another process has it, and as [`own`].
     pub(crate) fn take(path: &Path) -> Result<HeldFolder> {
         let io = |source| Error::Io { path: path.into(), source };
         own(path)?;

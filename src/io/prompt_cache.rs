@@ -155,7 +155,7 @@ impl PromptCache {
     /// Reads a file one layer at a time: `take` gets the layout, the metadata and the layers as they are asked for.
     ///
     /// # Errors
-    /// As [`PromptCache::read`], each by its layer, and those of `take`.
+    /// As [`PromptCache::read`], each by its layer, and whatever `take` returns.
     pub(crate) fn read_layers<R>(
         path: &Path,
         take: impl FnOnce(Layout, BTreeMap<String, String>, &mut dyn Iterator<Item = Result<Layer>>) -> Result<R>,
@@ -169,7 +169,7 @@ impl PromptCache {
     /// As [`PromptCache::write`] of a cache that is made one layer at a time, for a reader who removes the file: nothing is flushed.
     ///
     /// # Errors
-    /// As [`PromptCache::write`], and those of making a layer.
+    /// As [`PromptCache::write`], and whatever making a layer returns.
     pub(crate) fn write_layers(layers: &Layers, path: &Path, layout: Layout) -> Result<u64> {
         write::write_layers(layers, path, layout)
     }

@@ -33,7 +33,7 @@ impl Qjl {
         self.rounds.len()
     }
 
-    /// Sign bits a round.
+    /// Sign bits per round.
     pub fn projections(&self) -> usize {
         self.projections
     }

@@ -2,7 +2,7 @@
 //!
 //! The Walsh steps 1, 2, 4, ... double the distance of the two elements that are added and subtracted, H_2n = [[H, H], [H, -H]].
 //! Steps of eight and more add whole registers. Two steps a pass save half of the loads and leave every sum as it is, so the
-//! bits are those of one step at a time.
+//! bits are the same as one step at a time gives.
 
 use crate::math::lanes::walsh8;
 

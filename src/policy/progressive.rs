@@ -1,6 +1,6 @@
 //! Tiers by age: the older a block, the fewer its bits. By default to 1K tokens 16/16, to 8K 4/4, to 64K 3/2, then 2/1.
 //!
-//! The age of a block is that of its newest token, so no token is packed for a tier before its time. Where the last tier has an end,
+//! The age of a block is the age of its newest token, so no token is packed for a tier before its time. Where the last tier has an end,
 //! older blocks are evicted: a size limit for layers with a sliding window. It leaves the sinks and pinned blocks alone.
 
 use super::{Action, Bits, BlockFacts, check_bits, parse_error, terms};

@@ -100,6 +100,40 @@ pub(super) struct Claimant<'a, C> {
     pub(super) evicts: bool,
 }
 
+/// What blocks would be used by if caches came and went, step by step, while the table stays as it is.
+struct Tally<'a, C> {
+    table: &'a Table<C>,
+    users: HashMap<*const SharedBlock, usize>,
+}
+
+impl<C> Tally<'_, C> {
+    fn users(&mut self, block: &Arc<SharedBlock>) -> &mut usize {
+        self.users.entry(Arc::as_ptr(block)).or_insert_with(|| self.table.users(block))
+    }
+
+    /// A cache comes in: the bytes that it adds.
+    fn add(&mut self, parcel: &Parcel<C>) -> usize {
+        let mut added = parcel.own();
+        for block in parcel.blocks() {
+            let users = self.users(block);
+            added += if *users == 0 { block.nbytes() } else { 0 };
+            *users += 1;
+        }
+        added
+    }
+
+    /// A cache goes: the bytes that become free.
+    fn free(&mut self, parcel: &Parcel<C>) -> usize {
+        let mut freed = parcel.own();
+        for block in parcel.blocks() {
+            let users = self.users(block);
+            *users -= 1;
+            freed += if *users == 0 { block.nbytes() } else { 0 };
+        }
+        freed
+    }
+}
+
 impl<C> Slot<C> {
     pub(super) fn new(kind: String, priority: f32) -> Slot<C> {
         let (pinned, last_used, version) = (false, 0, 0);
@@ -238,39 +272,27 @@ impl<C> Table<C> {
         }
     }
 
+    /// The type that a cache on its way in will have, and the cache that it takes the place of.
+    fn before(&mut self, incoming: Option<&Incoming<C>>) -> Result<(Option<String>, Option<Arc<Parcel<C>>>)> {
+        let Some(Incoming { id, terms, .. }) = incoming else { return Ok((None, None)) };
+        Ok(match (terms, self.slots.get(*id)) {
+            (Some(terms), slot) if terms.renew || slot.is_none() => {
+                (Some(terms.kind.to_string()), slot.and_then(|slot| slot.parcel.clone()))
+            }
+            _ => {
+                let slot = self.slot(id)?;
+                (Some(slot.kind.clone()), slot.parcel.clone())
+            }
+        })
+    }
+
     /// Lets a cache in, or says what must happen before. On an error nothing has changed.
     pub(super) fn place(&mut self, request: &Claimant<C>) -> Result<Verdict> {
         let (id, parcel) = request.incoming.map(|i| (i.id, i.parcel)).unzip();
-        let (kind, old) = match request.incoming {
-            Some(Incoming { id, terms, .. }) => match (terms, self.slots.get(id)) {
-                (Some(terms), slot) if terms.renew || slot.is_none() => {
-                    (Some(terms.kind.to_string()), slot.and_then(|slot| slot.parcel.clone()))
-                }
-                _ => {
-                    let slot = self.slot(id)?;
-                    (Some(slot.kind.clone()), slot.parcel.clone())
-                }
-            },
-            None => (None, None),
-        };
-        // What the blocks in question would be used by, step by step.
-        let mut users: HashMap<*const SharedBlock, usize> = HashMap::new();
-        let mut added = parcel.map_or(0, |p| p.own());
-        for block in parcel.iter().flat_map(|p| p.blocks()) {
-            let n = users.entry(Arc::as_ptr(block)).or_insert_with(|| self.users(block));
-            added += if *n == 0 { block.nbytes() } else { 0 };
-            *n += 1;
-        }
-        let mut frees = |parcel: &Parcel<C>| {
-            let mut freed = parcel.own();
-            for block in parcel.blocks() {
-                let n = users.entry(Arc::as_ptr(block)).or_insert_with(|| self.users(block));
-                *n -= 1;
-                freed += if *n == 0 { block.nbytes() } else { 0 };
-            }
-            freed
-        };
-        let replaced = old.as_deref().map_or(0, &mut frees);
+        let (kind, old) = self.before(request.incoming.as_ref())?;
+        let mut tally = Tally { table: self, users: HashMap::new() };
+        let added = parcel.map_or(0, |parcel| tally.add(parcel));
+        let replaced = old.as_deref().map_or(0, |parcel| tally.free(parcel));
         let (mut names, mut facts) = (vec![], vec![]);
         let in_quota = |slot: &Slot<C>| kind.as_ref() == Some(&slot.kind);
         for (name, slot) in self.slots.iter().filter(|(name, _)| Some(name.as_str()) != id) {
@@ -291,7 +313,8 @@ impl<C> Table<C> {
             quota: quota.map_or(0, |quota| charged.saturating_sub(*quota)),
             budget: (self.used + added).saturating_sub(request.budget.saturating_add(replaced)),
         };
-        let leaving = evict(&facts, need, |i| names[i].1.parcel.as_deref().map_or(0, &mut frees));
+        let leaving =
+            evict(&facts, need, |i| names[i].1.parcel.as_deref().map_or(0, |parcel| tally.free(parcel)));
         let leaving = match leaving {
             Ok(leaving) => leaving,
             Err(_) if request.evicts && names.iter().any(|(id, slot)| self.is_saving(id, slot)) => {

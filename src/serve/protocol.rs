@@ -1,4 +1,4 @@
-//! The control plane: one JSON object a line, a request and its reply. Bytes of caches do not go this way.
+//! The control plane: one JSON object per line, a request and its reply. Bytes of caches do not go this way.
 
 use crate::pool::{Agent, Outcome, PoolStats};
 use serde::{Deserialize, Serialize};
@@ -40,7 +40,7 @@ pub enum Request {
     Resume {
         /// The agent.
         id: String,
-        /// Layout of the file, 0.31 or 0.32; that of the source by default.
+        /// Layout of the file, 0.31 or 0.32; by default the layout of the source.
         #[serde(default)]
         layout: Option<String>,
     },

@@ -5,15 +5,51 @@ use crate::error::{Error, Result};
 use std::fmt;
 use std::str::FromStr;
 
-impl fmt::Display for RotationKind {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            RotationKind::Identity => "identity",
-            RotationKind::Dense => "dense",
-            RotationKind::Hadamard => "hadamard",
-        })
-    }
+/// Gives a type that is written by `Display` and read by `FromStr` the two conversions by which serde stores it as that text.
+macro_rules! stored_as_text {
+    ($t:ty) => {
+        impl From<$t> for String {
+            fn from(value: $t) -> String {
+                value.to_string()
+            }
+        }
+
+        impl TryFrom<String> for $t {
+            type Error = $crate::error::Error;
+            fn try_from(text: String) -> $crate::error::Result<$t> {
+                text.parse()
+            }
+        }
+    };
 }
+pub(crate) use stored_as_text;
+
+/// The words of a choice without numbers, written and read from one list.
+macro_rules! words {
+    ($t:ident: $($variant:ident = $word:literal),*) => {
+        impl fmt::Display for $t {
+            fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str(match self {
+                    $($t::$variant => $word,)*
+                })
+            }
+        }
+
+        impl $t {
+            fn of_word(word: &str) -> Option<$t> {
+                match word {
+                    $($word => Some($t::$variant),)*
+                    _ => None,
+                }
+            }
+        }
+    };
+}
+
+words!(RotationKind: Identity = "identity", Dense = "dense", Hadamard = "hadamard");
+words!(ScaleRule: Plain = "plain", Matched = "matched", Unbiased = "unbiased", LeastSquares = "least-squares");
+words!(ScaleFormat: F16 = "f16", Log8 = "log8", Wide8 = "wide8");
+stored_as_text!(CodecSpec);
 
 impl fmt::Display for Grid {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -26,27 +62,6 @@ impl fmt::Display for Grid {
             Grid::Affine { group } => write!(f, "affine{group}"),
             Grid::ChannelAffine { group } => write!(f, "channel-affine{group}"),
         }
-    }
-}
-
-impl fmt::Display for ScaleRule {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ScaleRule::Plain => "plain",
-            ScaleRule::Matched => "matched",
-            ScaleRule::Unbiased => "unbiased",
-            ScaleRule::LeastSquares => "least-squares",
-        })
-    }
-}
-
-impl fmt::Display for ScaleFormat {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            ScaleFormat::F16 => "f16",
-            ScaleFormat::Log8 => "log8",
-            ScaleFormat::Wide8 => "wide8",
-        })
     }
 }
 
@@ -96,22 +111,24 @@ impl FromStr for CodecSpec {
 
 impl CodecSpec {
     fn read_term(&mut self, term: &str) -> Option<()> {
+        if let Some(rotation) = RotationKind::of_word(term) {
+            self.rotation = rotation;
+            return Some(());
+        }
+        if let Some(scale) = ScaleRule::of_word(term) {
+            self.scale = scale;
+            return Some(());
+        }
+        if let Some(format) = ScaleFormat::of_word(term) {
+            self.format = format;
+            return Some(());
+        }
         match term {
             "equalised" => self.equalised = true,
-            "identity" => self.rotation = RotationKind::Identity,
-            "dense" => self.rotation = RotationKind::Dense,
-            "hadamard" => self.rotation = RotationKind::Hadamard,
             "uniform" => self.grid = Grid::Uniform,
             "lloyd" => self.grid = Grid::Lloyd,
             "beta" => self.grid = Grid::Beta,
             "fitted" => self.grid = Grid::Fitted,
-            "plain" => self.scale = ScaleRule::Plain,
-            "matched" => self.scale = ScaleRule::Matched,
-            "unbiased" => self.scale = ScaleRule::Unbiased,
-            "least-squares" => self.scale = ScaleRule::LeastSquares,
-            "f16" => self.format = ScaleFormat::F16,
-            "log8" => self.format = ScaleFormat::Log8,
-            "wide8" => self.format = ScaleFormat::Wide8,
             "no-residual" => self.residual = Residual::None,
             _ => {
                 let number = |prefix: &str| term.strip_prefix(prefix);
@@ -137,18 +154,5 @@ impl CodecSpec {
             }
         }
         Some(())
-    }
-}
-
-impl From<CodecSpec> for String {
-    fn from(spec: CodecSpec) -> String {
-        spec.to_string()
-    }
-}
-
-impl TryFrom<String> for CodecSpec {
-    type Error = Error;
-    fn try_from(text: String) -> Result<CodecSpec> {
-        text.parse()
     }
 }

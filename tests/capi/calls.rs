@@ -185,6 +185,7 @@ fn last() -> String {
 }
 
 #[test]
+#[allow(clippy::too_many_lines)] // a list of bad calls
 fn bad_calls_end_in_a_status() {
     use tmq_status::*;
     let data = [0.5f32; 4 * 64];

@@ -250,7 +250,7 @@ impl Held {
             let place = (last + 1 + i) as i64 - l as i64;
             let sink = sinks.as_ref().map(|s| f64::from(s[head]));
             let kv = batch * self.heads + head / (hq / self.heads);
-            let seen = self.seen(kv, batch, q, place, mask, rules);
+            let seen = self.seen([kv, batch], q, place, mask, rules);
             out.extend(self.answer(kv, &seen, sink, dtype));
         }
         out
@@ -258,8 +258,7 @@ impl Held {
 
     fn seen(
         &self,
-        kv: usize,
-        batch: usize,
+        [kv, batch]: [usize; 2],
         q: &[f32],
         place: i64,
         mask: Option<&[f32]>,

@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use std::sync::Arc;
 use turbomoq::Codec;
 use turbomoq::internals::codec::frame::RowFrame;
-use turbomoq::internals::engine::mlx::kernels::plan::{self, Element, Pass};
+use turbomoq::internals::engine::mlx::kernels::plan::{self, ElementType, Pass};
 use turbomoq::internals::engine::mlx::kernels::{Form, table};
 use turbomoq::{CodecSpec, Grid, RotationKind, ScaleFormat};
 
@@ -74,20 +74,20 @@ impl Side {
         Side { form, codec: Some(codec), inputs: [words, scales, levels], packed, rows }
     }
 
-    pub fn exact(element: Element, dim: usize, shape: [usize; 3], seed: u64) -> Side {
+    pub fn exact(element: ElementType, dim: usize, shape: [usize; 3], seed: u64) -> Side {
         let [b, h, t] = shape;
         let x = keys(&[b, h, t, dim], seed).to_f32().unwrap();
         let rows: Vec<Vec<f32>> = x.chunks_exact(dim).map(<[f32]>::to_vec).collect();
         let sizes = [b, h, t + 5, dim];
         let (words, round): (Input, fn(f32) -> f32) = match element {
-            Element::F16 => {
+            ElementType::F16 => {
                 let bits: Vec<Vec<u16>> =
                     rows.iter().map(|r| r.iter().map(|&x| f16::from_f32(x).to_bits()).collect()).collect();
                 (Input::f16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7e00)), |x| {
                     f16::from_f32(x).to_f32()
                 })
             }
-            Element::BF16 => {
+            ElementType::BF16 => {
                 let bits: Vec<Vec<u16>> =
                     rows.iter().map(|r| r.iter().map(|&x| bf16::from_f32(x).to_bits()).collect()).collect();
                 (Input::bf16(&sizes, &garbage(&bits, dim, shape, t + 5, 0x7fc0)), |x| {
@@ -230,7 +230,7 @@ pub fn case(k: &Side, v: &Side, rules: &Rules, seed: u64) -> Case {
 }
 
 /// The second pass over the shares that a first pass gave.
-pub fn merge_call(case: &Case, out: &[Vec<u8>], element: Element, divide: bool) -> Call {
+pub fn merge_call(case: &Case, out: &[Vec<u8>], element: ElementType, divide: bool) -> Call {
     let p = case.pass;
     let shape = &case.call.launch.outputs[0].1;
     let rows = [p.batch, p.heads * p.group, p.queries];
@@ -270,30 +270,30 @@ pub fn close(case: &Case, merged: &[Vec<u8>]) -> Result<(), String> {
 }
 
 /// Codecs and exact rows of all kinds, a width and a head dim each.
-fn sides() -> Vec<(Option<CodecSpec>, Element, usize)> {
+fn sides() -> Vec<(Option<CodecSpec>, ElementType, usize)> {
     let mut list = vec![];
     let dims = [128, 64, 80, 96, 112, 32, 192, 256];
     for bits in 1..=8u8 {
         let dim = dims[usize::from(bits) % 8];
         let spec = CodecSpec::new(dim, bits, Grid::Uniform);
-        list.push((Some(CodecSpec { format: ScaleFormat::Wide8, ..spec }), Element::F32, dim));
+        list.push((Some(CodecSpec { format: ScaleFormat::Wide8, ..spec }), ElementType::F32, dim));
         let dim = dims[usize::from(bits * 3 + 1) % 8];
-        list.push((Some(CodecSpec::new(dim, bits, Grid::Lloyd)), Element::F32, dim));
+        list.push((Some(CodecSpec::new(dim, bits, Grid::Lloyd)), ElementType::F32, dim));
     }
     for bits in 1..=4u8 {
         let dim = [128, 64, 80, 96][usize::from(bits) - 1];
-        list.push((Some(CodecSpec::new(dim, bits, Grid::Trellis { states: 8 })), Element::F32, dim));
-        list.push((Some(CodecSpec::new(128, bits, Grid::Trellis { states: 10 })), Element::F32, 128));
+        list.push((Some(CodecSpec::new(dim, bits, Grid::Trellis { states: 8 })), ElementType::F32, dim));
+        list.push((Some(CodecSpec::new(128, bits, Grid::Trellis { states: 10 })), ElementType::F32, 128));
     }
     for bits in [2, 3, 4] {
-        list.push((Some(CodecSpec::new(128, bits, Grid::Uniform)), Element::F32, 128));
-        list.push((Some(CodecSpec::new(128, bits, Grid::Beta)), Element::F32, 128));
+        list.push((Some(CodecSpec::new(128, bits, Grid::Uniform)), ElementType::F32, 128));
+        list.push((Some(CodecSpec::new(128, bits, Grid::Beta)), ElementType::F32, 128));
     }
     let base = CodecSpec::new(64, 3, Grid::Fitted);
-    list.push((Some(base), Element::F32, 64));
+    list.push((Some(base), ElementType::F32, 64));
     list.push((
         Some(CodecSpec { rotation: RotationKind::Dense, grid: Grid::Beta, ..base }),
-        Element::F32,
+        ElementType::F32,
         64,
     ));
     // Two bands: outliers, and a head dim that is rotated in blocks.
@@ -304,15 +304,15 @@ fn sides() -> Vec<(Option<CodecSpec>, Element, usize)> {
         (144, 4, Grid::Uniform, 0, 1, ScaleFormat::F16),
     ] {
         let spec = CodecSpec { outliers, lead, format, ..CodecSpec::new(dim, bits, grid) };
-        list.push((Some(spec), Element::F32, dim));
+        list.push((Some(spec), ElementType::F32, dim));
     }
-    list.push((None, Element::F16, 128));
-    list.push((None, Element::BF16, 80));
-    list.push((None, Element::F32, 64));
+    list.push((None, ElementType::F16, 128));
+    list.push((None, ElementType::BF16, 80));
+    list.push((None, ElementType::F32, 64));
     list
 }
 
-fn side(spec: &(Option<CodecSpec>, Element, usize), shape: [usize; 3], seed: u64) -> Side {
+fn side(spec: &(Option<CodecSpec>, ElementType, usize), shape: [usize; 3], seed: u64) -> Side {
     match spec.0 {
         Some(packed) => Side::packed(packed, shape, seed),
         None => Side::exact(spec.1, spec.2, shape, seed),
@@ -383,7 +383,7 @@ fn check(cases: &[Case]) {
     let Some(bench) = Bench::new(&calls) else { return };
     let parts = bench.run(&calls).unwrap();
     let merges: Vec<Call> =
-        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, true)).collect();
+        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, ElementType::F32, true)).collect();
     let merged = Bench::new(&merges).unwrap().run(&merges).unwrap();
     let wrong: Vec<String> = cases.iter().zip(&merged).filter_map(|(c, out)| close(c, out).err()).collect();
     assert!(wrong.is_empty(), "{} of {} cases:\n{}", wrong.len(), cases.len(), wrong.join("\n"));
@@ -416,6 +416,7 @@ fn strides_are_followed() {
 
 /// Exact sinks, packed tokens and an exact window, with a learned sink: what a cache holds, joined at the end.
 #[test]
+#[allow(clippy::too_many_lines)] // one scenario, from the rows to the joined sum
 fn segments_and_sinks_join_by_their_state() {
     let (b, h, group, l, dim) = (1, 2, 2, 2, 64);
     let spec = CodecSpec::new(dim, 3, Grid::Beta);
@@ -429,7 +430,7 @@ fn segments_and_sinks_join_by_their_state() {
                 if i == 1 {
                     Side::packed(spec, [b, h, t], seed)
                 } else {
-                    Side::exact(Element::F16, dim, [b, h, t], seed)
+                    Side::exact(ElementType::F16, dim, [b, h, t], seed)
                 }
             };
             [make(i as u64), make(10 + i as u64)]
@@ -446,7 +447,7 @@ fn segments_and_sinks_join_by_their_state() {
     let Some(bench) = Bench::new(&calls) else { return };
     let parts = bench.run(&calls).unwrap();
     let merges: Vec<Call> =
-        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, Element::F32, false)).collect();
+        cases.iter().zip(&parts).map(|(c, out)| merge_call(c, out, ElementType::F32, false)).collect();
     let joined = Bench::new(&merges).unwrap().run(&merges).unwrap();
     // Sums of the packed part leave the rotated domain before they meet the others.
     let rows = b * h * group * l;
@@ -465,7 +466,7 @@ fn segments_and_sinks_join_by_their_state() {
         }
     }
     let sinks = [0.5f32, -1.0, 30.0, f32::NEG_INFINITY];
-    let kinds = [(Element::F32, 1e-3), (Element::F16, 1e-2), (Element::BF16, 5e-2)];
+    let kinds = [(ElementType::F32, 1e-3), (ElementType::F16, 1e-2), (ElementType::BF16, 5e-2)];
     let calls: Vec<Call> = kinds
         .iter()
         .map(|(element, _)| {
@@ -477,8 +478,8 @@ fn segments_and_sinks_join_by_their_state() {
     let results = Bench::new(&calls).unwrap().run(&calls).unwrap();
     for ((element, bound), out) in kinds.into_iter().zip(&results) {
         let got: Vec<f32> = match element {
-            Element::F32 => floats(&out[0]),
-            Element::F16 => halves(&out[0]).iter().map(|&x| f16::from_bits(x).to_f32()).collect(),
+            ElementType::F32 => floats(&out[0]),
+            ElementType::F16 => halves(&out[0]).iter().map(|&x| f16::from_bits(x).to_f32()).collect(),
             _ => halves(&out[0]).iter().map(|&x| bf16::from_bits(x).to_f32()).collect(),
         };
         for row in 0..rows {
@@ -561,12 +562,12 @@ fn nan_shows_where_it_is_seen_and_only_there() {
     let seen = [case(&k, &v, &rules, 9).call];
     let Some(bench) = Bench::new(&seen) else { return };
     let parts = bench.run(&seen).unwrap();
-    let merges = [merge_call(&hidden, &parts[0], Element::F32, true)];
+    let merges = [merge_call(&hidden, &parts[0], ElementType::F32, true)];
     let merged = Bench::new(&merges).unwrap().run(&merges).unwrap();
     assert!(floats(&merged[0][0]).iter().all(|x| x.is_nan()));
 }
 
-pub fn dequantize_call(side: &Side, shape: [usize; 3], element: Element) -> Call {
+pub fn dequantize_call(side: &Side, shape: [usize; 3], element: ElementType) -> Call {
     let [words, scales, levels] = side.inputs.clone();
     let tokens = Input::i32(&[], &[shape[2] as i32]);
     Call { launch: plan::dequantize(side.form, shape, element), inputs: vec![words, scales, levels, tokens] }
@@ -583,18 +584,18 @@ fn dequantized_rows_are_those_of_the_row_form() {
         };
         let shape = [1 + i % 2, 2, [1, 8, 13][i % 3]];
         let side = Side::packed(spec, shape, i as u64);
-        let element = if i % 2 == 0 { Element::F32 } else { Element::F16 };
+        let element = if i % 2 == 0 { ElementType::F32 } else { ElementType::F16 };
         calls.push(dequantize_call(&side, shape, element));
         wants.push((spec, element, side.rows.concat()));
     }
     let Some(bench) = Bench::new(&calls) else { return };
     for (out, (spec, element, want)) in bench.run(&calls).unwrap().iter().zip(&wants) {
         let got: Vec<f32> = match element {
-            Element::F32 => floats(&out[0]),
+            ElementType::F32 => floats(&out[0]),
             _ => halves(&out[0]).iter().map(|&x| f16::from_bits(x).to_f32()).collect(),
         };
         assert_eq!(got.len(), want.len());
-        let bound = if *element == Element::F32 { 1e-5 } else { 1e-3 };
+        let bound = if *element == ElementType::F32 { 1e-5 } else { 1e-3 };
         for (a, b) in got.iter().zip(want) {
             assert!((a - b).abs() <= bound * (0.1 + b.abs()), "{spec}: {a} for {b}");
         }

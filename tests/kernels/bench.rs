@@ -4,13 +4,13 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::process::Command;
 use std::sync::OnceLock;
-use turbomoq::internals::engine::mlx::kernels::plan::{Element, Launch, Value};
-use turbomoq::internals::engine::mlx::kernels::{Device, Source, header};
+use turbomoq::internals::engine::mlx::kernels::plan::{ElementType, Launch, Value};
+use turbomoq::internals::engine::mlx::kernels::{KernelSource, header};
 
 /// An input with any strides over its storage.
 #[derive(Clone)]
 pub struct Input {
-    pub element: Element,
+    pub element: ElementType,
     pub strides: Vec<i64>,
     /// Elements of the storage.
     pub count: usize,
@@ -18,7 +18,7 @@ pub struct Input {
 }
 
 impl Input {
-    pub fn new(element: Element, shape: &[usize], bytes: Vec<u8>) -> Input {
+    pub fn new(element: ElementType, shape: &[usize], bytes: Vec<u8>) -> Input {
         let mut strides = vec![1i64; shape.len()];
         for i in (1..shape.len()).rev() {
             strides[i - 1] = strides[i] * shape[i] as i64;
@@ -27,27 +27,27 @@ impl Input {
     }
 
     pub fn f32(shape: &[usize], data: &[f32]) -> Input {
-        Input::new(Element::F32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
+        Input::new(ElementType::F32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     pub fn i32(shape: &[usize], data: &[i32]) -> Input {
-        Input::new(Element::I32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
+        Input::new(ElementType::I32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     pub fn u32(shape: &[usize], data: &[u32]) -> Input {
-        Input::new(Element::U32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
+        Input::new(ElementType::U32, shape, data.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     pub fn f16(shape: &[usize], bits: &[u16]) -> Input {
-        Input::new(Element::F16, shape, bits.iter().flat_map(|x| x.to_le_bytes()).collect())
+        Input::new(ElementType::F16, shape, bits.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     pub fn bf16(shape: &[usize], bits: &[u16]) -> Input {
-        Input::new(Element::BF16, shape, bits.iter().flat_map(|x| x.to_le_bytes()).collect())
+        Input::new(ElementType::BF16, shape, bits.iter().flat_map(|x| x.to_le_bytes()).collect())
     }
 
     pub fn u8(shape: &[usize], data: &[u8]) -> Input {
-        Input::new(Element::U8, shape, data.to_vec())
+        Input::new(ElementType::U8, shape, data.to_vec())
     }
 
     /// The same storage read with other strides.
@@ -64,14 +64,14 @@ pub struct Call {
     pub inputs: Vec<Input>,
 }
 
-fn type_name(element: Element) -> &'static str {
+fn type_name(element: ElementType) -> &'static str {
     match element {
-        Element::F32 => "float",
-        Element::F16 => "tm_half",
-        Element::BF16 => "host::Bfloat",
-        Element::U32 => "uint",
-        Element::U8 => "uint8_t",
-        Element::I32 => "int",
+        ElementType::F32 => "float",
+        ElementType::F16 => "tm_half",
+        ElementType::BF16 => "host::Bfloat",
+        ElementType::U32 => "uint",
+        ElementType::U8 => "uint8_t",
+        ElementType::I32 => "int",
     }
 }
 
@@ -113,7 +113,7 @@ impl Call {
 }
 
 /// The function around a body, with the arguments that MLX would declare.
-fn function(source: &Source, body: &str, call: &Call) -> String {
+fn function(source: &KernelSource, body: &str, call: &Call) -> String {
     let mut text = String::new();
     let values = call.launch.template.iter().map(|(name, v)| match v {
         Value::Int(_) => format!("int {name}"),
@@ -195,7 +195,7 @@ impl Bench {
 
     fn build(calls: &[Call], edit: impl Fn(&str, String) -> String, more: &[&str]) -> Option<Bench> {
         let (name, flags) = compiler()?;
-        let mut text = edit("common", header(Device::Cpu));
+        let mut text = edit("common", header(None));
         text += include_str!("host.cpp");
         let mut functions: Vec<&str> = vec![];
         let mut keys: Vec<String> = vec![];
@@ -249,10 +249,10 @@ impl Bench {
             rest = after;
             part.to_vec()
         };
-        let size = |e: Element| match e {
-            Element::F32 | Element::U32 | Element::I32 => 4,
-            Element::F16 | Element::BF16 => 2,
-            Element::U8 => 1,
+        let size = |e: ElementType| match e {
+            ElementType::F32 | ElementType::U32 | ElementType::I32 => 4,
+            ElementType::F16 | ElementType::BF16 => 2,
+            ElementType::U8 => 1,
         };
         let outputs = |c: &Call| {
             c.launch.outputs.iter().map(|(e, s)| s.iter().product::<usize>() * size(*e)).collect::<Vec<_>>()
@@ -280,7 +280,7 @@ fn the_bench_has_no_warning_where_contexts_are_deprecated() {
     };
     let unguarded = compile("void f(ucontext_t* c) { getcontext(c); }\n");
     assert!(!unguarded.status.success(), "the declarations above make a call a warning");
-    let bench = compile(&header(Device::Cpu));
+    let bench = compile(&header(None));
     assert!(bench.status.success(), "{}", String::from_utf8_lossy(&bench.stderr));
 }
 

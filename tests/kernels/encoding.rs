@@ -4,7 +4,7 @@ use super::bench::{Bench, Call, Input, halves, words};
 use super::common::{codec, keys};
 use half::f16;
 use turbomoq::internals::codec::frame::RowFrame;
-use turbomoq::internals::engine::mlx::kernels::{Device, Form, Stage, encode_tables, find, plan};
+use turbomoq::internals::engine::mlx::kernels::{Form, Gpu, Stage, encode_tables, find, plan};
 use turbomoq::{CodecSpec, Grid, RotationKind, ScaleFormat, ScaleRule};
 
 /// A call that packs `x` [B, H, T, D], and what the row form gives: words, scale codes.
@@ -18,7 +18,7 @@ pub struct Case {
 pub fn case(spec: CodecSpec, shape: [usize; 3], seed: u64, edit: impl Fn(&mut [f32])) -> Case {
     let [b, h, t] = shape;
     let (codec, d) = (codec(spec).expect("a spec with a form"), spec.head_dim);
-    let form = find(Stage::Encode, &codec, Device::Metal).expect("an encoder");
+    let form = find(Stage::Encode, &codec, Some(Gpu::Metal)).expect("an encoder");
     assert_eq!(Form::of(&codec), Some(form));
     let mut x = keys(&[b, h, t, d], seed).to_f32().unwrap();
     edit(&mut x);

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use turbomoq::Codec;
 use turbomoq::Engine;
 use turbomoq::Mlx;
-use turbomoq::internals::engine::mlx::kernels::plan::{Element, Launch};
-use turbomoq::internals::engine::mlx::kernels::{Device, Kernels};
+use turbomoq::internals::engine::mlx::kernels::plan::{ElementType, Launch};
+use turbomoq::internals::engine::mlx::kernels::{Gpu, Kernels};
 use turbomoq::mlx::{get, put};
 use turbomoq::{CodecSpec, Grid};
 use turbomoq::{Dtype, Tensor};
@@ -21,22 +21,22 @@ use turbomoq::{Rules, Segment, Stored};
 fn input(array: &Array) -> Input {
     let tensor = get(array).unwrap();
     let element = match tensor {
-        Tensor::F32(_) => Element::F32,
-        Tensor::F16(_) => Element::F16,
-        Tensor::BF16(_) => Element::BF16,
-        Tensor::U32(_) => Element::U32,
-        Tensor::U8(_) => Element::U8,
-        Tensor::I32(_) => Element::I32,
+        Tensor::F32(_) => ElementType::F32,
+        Tensor::F16(_) => ElementType::F16,
+        Tensor::BF16(_) => ElementType::BF16,
+        Tensor::U32(_) => ElementType::U32,
+        Tensor::U8(_) => ElementType::U8,
+        Tensor::I32(_) => ElementType::I32,
     };
     Input::new(element, tensor.shape(), tensor.row_major_bytes().into_owned())
 }
 
-fn output((element, shape): &(Element, Vec<usize>), bytes: &[u8]) -> Array {
+fn output((element, shape): &(ElementType, Vec<usize>), bytes: &[u8]) -> Array {
     let tensor = match element {
-        Element::F32 => Tensor::new(shape, floats(bytes)),
-        Element::F16 => Tensor::new(shape, halves(bytes).into_iter().map(f16::from_bits).collect()),
-        Element::U32 => Tensor::new(shape, words(bytes)),
-        Element::U8 => Tensor::new(shape, bytes.to_vec()),
+        ElementType::F32 => Tensor::new(shape, floats(bytes)),
+        ElementType::F16 => Tensor::new(shape, halves(bytes).into_iter().map(f16::from_bits).collect()),
+        ElementType::U32 => Tensor::new(shape, words(bytes)),
+        ElementType::U8 => Tensor::new(shape, bytes.to_vec()),
         other => panic!("no output of {other:?} here"),
     };
     put(&tensor.unwrap()).unwrap()
@@ -56,7 +56,7 @@ fn host() -> (Mlx, Rc<RefCell<Vec<&'static str>>>) {
         let out = program.run(&calls).expect("a kernel that runs");
         Ok(launch.outputs.iter().zip(&out[0]).map(|(o, bytes)| output(o, bytes)).collect())
     };
-    (Mlx::with_kernels(Kernels::elsewhere(Device::Metal, run)), called)
+    (Mlx::with_kernels(Kernels::elsewhere(Gpu::Metal, run)), called)
 }
 
 fn values(mlx: &Mlx, array: &Array) -> Vec<f32> {

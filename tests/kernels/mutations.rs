@@ -3,7 +3,7 @@
 use super::attention::{self, ONE, Rules, Side, close, merge_call};
 use super::bench::{Bench, Call};
 use super::encoding;
-use turbomoq::internals::engine::mlx::kernels::plan::{Element, Pass};
+use turbomoq::internals::engine::mlx::kernels::plan::{ElementType, Pass};
 use turbomoq::{CodecSpec, Grid};
 
 /// A text by its name, what is taken out of it, and what is put there.
@@ -42,7 +42,7 @@ fn cases() -> [attention::Case; 2] {
 }
 
 fn joins(cases: &[attention::Case], parts: &[Vec<Vec<u8>>]) -> Vec<Call> {
-    cases.iter().zip(parts).map(|(case, parts)| merge_call(case, parts, Element::F32, true)).collect()
+    cases.iter().zip(parts).map(|(case, parts)| merge_call(case, parts, ElementType::F32, true)).collect()
 }
 
 fn all_close(cases: &[attention::Case], merged: &[Vec<Vec<u8>>]) -> Result<(), String> {

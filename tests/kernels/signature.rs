@@ -7,8 +7,8 @@ use super::attention::{ONE, Rules, Side};
 use super::bench::{Call, Input, compiler};
 use super::wrap::{ATTRIBUTES, Argument, metal};
 use std::process::Command;
-use turbomoq::internals::engine::mlx::kernels::plan::{self, Around, Element, Pass, Turn, Value};
-use turbomoq::internals::engine::mlx::kernels::{Device, Form, SOURCES, header};
+use turbomoq::internals::engine::mlx::kernels::plan::{self, Around, ElementType, Pass, Turn, Value};
+use turbomoq::internals::engine::mlx::kernels::{Form, Gpu, SOURCES, header};
 use turbomoq::{CodecSpec, Grid};
 
 /// What MLX 0.32.2 printed for this call (`verbose`, while exporting a function).
@@ -16,12 +16,12 @@ use turbomoq::{CodecSpec, Grid};
 fn the_rules_are_those_of_mlx() {
     let body = "uint i = thread_position_in_grid.x; out[i] = a[i*a_strides[0]] + b[0] + c + OUT(N) + threadgroups_per_grid.x;";
     let inputs = [
-        Argument { name: "a", element: Element::F32, axes: 2, count: 16 },
-        Argument { name: "b", element: Element::F32, axes: 1, count: 3 },
-        Argument { name: "c", element: Element::I32, axes: 0, count: 1 },
+        Argument { name: "a", element: ElementType::F32, axes: 2, count: 16 },
+        Argument { name: "b", element: ElementType::F32, axes: 1, count: 3 },
+        Argument { name: "c", element: ElementType::I32, axes: 0, count: 1 },
     ];
-    let outputs = [Argument { name: "out", element: Element::F16, axes: 1, count: 16 }];
-    let template = [("N", Value::Int(3)), ("OUT", Value::Type(Element::F16))];
+    let outputs = [Argument { name: "out", element: ElementType::F16, axes: 1, count: 16 }];
+    let template = [("N", Value::Int(3)), ("OUT", Value::Type(ElementType::F16))];
     let name = "custom_kernel_k__3_float16_t_float_floatc_int32_ts_float16_t";
     let want = format!(
         "// header\ntemplate <int N, typename OUT>\n[[kernel]] void {name}(\n  const device float* a [[buffer(0)]],\n  \
@@ -39,13 +39,13 @@ fn calls() -> Vec<Call> {
     let mut calls = vec![];
     for (grid, bits) in [(Grid::Uniform, 4), (Grid::Lloyd, 5), (Grid::Trellis { states: 8 }, 2)] {
         let spec = CodecSpec::new(64, bits, grid);
-        let (k, v) = (Side::packed(spec, [1, 2, 9], 1), Side::exact(Element::BF16, 64, [1, 2, 9], 2));
+        let (k, v) = (Side::packed(spec, [1, 2, 9], 1), Side::exact(ElementType::BF16, 64, [1, 2, 9], 2));
         let pass = Pass { heads: 2, group: 2, tokens: 9, ..ONE };
         let case = super::attention::case(&k, &v, &Rules { pass, first: vec![0], cap: 0.0, sparse: 0.0 }, 3);
         let shares: Vec<Vec<u8>> =
             case.call.launch.outputs.iter().map(|o| vec![0; 4 * o.1.iter().product::<usize>()]).collect();
-        calls.push(super::attention::merge_call(&case, &shares, Element::BF16, true));
-        calls.push(super::attention::dequantize_call(&k, [1, 2, 9], Element::F16));
+        calls.push(super::attention::merge_call(&case, &shares, ElementType::BF16, true));
+        calls.push(super::attention::dequantize_call(&k, [1, 2, 9], ElementType::F16));
         calls.push(case.call);
         calls.push(super::encoding::case(spec, [1, 1, 2], 4, |_| {}).call);
         calls.extend(around(k.form));
@@ -66,7 +66,7 @@ fn around(form: Form) -> [Call; 2] {
     inputs.extend([line(d), line(1), line(1), Input::i32(&[place.len()], &place)]);
     let enter = Call { launch, inputs };
     let (launch, place) =
-        plan::finish(form, turn, rows, [2, 1, 0], (Element::F16, false)).expect("few shares");
+        plan::finish(form, turn, rows, [2, 1, 0], (ElementType::F16, false)).expect("few shares");
     let share = |n: usize| [line(4 * n * d), line(8 * n)];
     let mut inputs = [share(2), share(1), [line(1), line(1)]].concat();
     inputs.push(line(1));
@@ -132,7 +132,7 @@ fn arguments_are_declared_where_they_are_meant_and_nowhere_else() {
         }
         no_address_space(source.name, &code);
     }
-    let header = header(Device::Cpu);
+    let header = header(None);
     let common = &header[header.find("// What the kernels share").expect("common.h")..];
     no_address_space(
         "common",
@@ -176,16 +176,16 @@ fn every_dialect_is_read_by_a_compiler() {
     let Some((name, _)) = compiler() else { return };
     let folder = tempfile::tempdir().unwrap();
     let mut texts = vec![];
-    for (device, stub) in [(Device::Metal, METAL), (Device::Cuda, CUDA)] {
+    for (gpu, stub) in [(Gpu::Metal, METAL), (Gpu::Cuda, CUDA)] {
         let mut text = stub.to_string();
         // The system's headers of the dialect are what the stub stands for.
-        text.extend(header(device).lines().filter(|l| !l.starts_with("#include")).flat_map(|l| [l, "\n"]));
+        text.extend(header(Some(gpu)).lines().filter(|l| !l.starts_with("#include")).flat_map(|l| [l, "\n"]));
         for (n, call) in calls().iter().enumerate() {
             let (inputs, outputs) = arguments(call);
             let source = call.launch.source;
-            let key = format!("{}_{n}", source.key(device));
+            let key = format!("{}_{n}", source.key(gpu));
             let mut whole = metal(&key, "", source.body, &call.launch.template, &inputs, &outputs);
-            if device == Device::Cuda {
+            if gpu == Gpu::Cuda {
                 // MLX declares pointers only, and no indices.
                 whole = whole.replace(" int32_t& ", " int32_t* ");
                 for (attribute, kind) in ATTRIBUTES {
@@ -203,7 +203,7 @@ fn every_dialect_is_read_by_a_compiler() {
             }
             text += &whole;
         }
-        texts.push((device, text));
+        texts.push((gpu, text));
     }
     for (device, text) in texts {
         let path = folder.path().join("text.cpp");

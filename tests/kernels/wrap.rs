@@ -6,7 +6,7 @@
 //! on CUDA all inputs are pointers, and strides are passed by value.
 
 use std::fmt::Write as _;
-use turbomoq::internals::engine::mlx::kernels::plan::{Element, Value};
+use turbomoq::internals::engine::mlx::kernels::plan::{ElementType, Value};
 
 /// Thread indices that MLX declares when a body names them.
 pub const ATTRIBUTES: [(&str, &str); 20] = [
@@ -35,19 +35,19 @@ pub const ATTRIBUTES: [(&str, &str); 20] = [
 /// An argument as MLX sees it.
 pub struct Argument {
     pub name: &'static str,
-    pub element: Element,
+    pub element: ElementType,
     pub axes: usize,
     pub count: usize,
 }
 
-pub fn metal_type(element: Element) -> &'static str {
+pub fn metal_type(element: ElementType) -> &'static str {
     match element {
-        Element::F32 => "float",
-        Element::F16 => "float16_t",
-        Element::BF16 => "bfloat16_t",
-        Element::U32 => "uint32_t",
-        Element::U8 => "uint8_t",
-        Element::I32 => "int32_t",
+        ElementType::F32 => "float",
+        ElementType::F16 => "float16_t",
+        ElementType::BF16 => "bfloat16_t",
+        ElementType::U32 => "uint32_t",
+        ElementType::U8 => "uint8_t",
+        ElementType::I32 => "int32_t",
     }
 }
 
@@ -121,13 +121,13 @@ pub fn cuda(
     inputs: &[Argument],
     outputs: &[Argument],
 ) -> String {
-    let kind = |element: Element| match element {
-        Element::F32 => "float",
-        Element::F16 => "__half",
-        Element::BF16 => "__nv_bfloat16",
-        Element::U32 => "uint32_t",
-        Element::U8 => "uint8_t",
-        Element::I32 => "int32_t",
+    let kind = |element: ElementType| match element {
+        ElementType::F32 => "float",
+        ElementType::F16 => "__half",
+        ElementType::BF16 => "__nv_bfloat16",
+        ElementType::U32 => "uint32_t",
+        ElementType::U8 => "uint8_t",
+        ElementType::I32 => "int32_t",
     };
     let mut arguments = vec![];
     for i in inputs {

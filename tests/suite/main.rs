@@ -19,4 +19,5 @@ mod policy;
 mod pool;
 mod prompt_cache;
 mod prompt_cache_hostile;
+mod rows;
 mod tiers;

@@ -209,6 +209,7 @@ fn call() -> impl Strategy<Value = Call> {
 }
 
 /// Runs calls on a pool and on the model; both must agree after each.
+#[allow(clippy::too_many_lines)] // a call and its model beside each other, for every kind of call
 fn run(calls: &[Call], spills: bool) {
     let sizes = Sizes::new();
     let disk = Disk::default();

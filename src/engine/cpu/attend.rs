@@ -82,6 +82,20 @@ impl QueryMask<'_> {
         super::simd::greatest(seen)
     }
 
+    /// Turns products of levels into logits and gives the greatest: token `i` has the scale `factors[i]`, all have `bias`. `at` is the
+    /// index and the position of the first.
+    #[inline(always)]
+    pub(super) fn to_logits(&self, at: [usize; 2], factors: &[f32], bias: f32, x: &mut [f32]) -> f32 {
+        let factors = &factors[..x.len()];
+        match self.plain_scale(at[1], x.len()) {
+            Some(scale) => super::simd::logits(x, factors, bias, scale),
+            None => {
+                x.iter_mut().zip(factors).for_each(|(x, f)| *x = *x * f + bias);
+                self.logits(at[0], at[1], x)
+            }
+        }
+    }
+
     /// The scale of scores, if the query sees all of `n` tokens from `position` on and its logits are scores times that.
     pub(super) fn plain_scale(&self, position: usize, n: usize) -> Option<f32> {
         let all = self.span.start <= position && position + n <= self.span.end;

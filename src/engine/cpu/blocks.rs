@@ -63,7 +63,7 @@ impl StoredSide {
         }
     }
 
-    /// The tokens of a head; `small` is that of the side's domain.
+    /// The tokens of a head; `small` comes from the side's domain.
     pub(super) fn rows<'a>(&'a self, head: [usize; 2], small: Option<&'a Small>) -> TileRows<'a> {
         let rows = match &self.source {
             SideRows::Exact(t @ Tensor::F16(_)) => piece(t, head).map(TileRows::F16),
@@ -119,8 +119,7 @@ impl TileRows<'_> {
         &self,
         ready: &Ready,
         picks: &[u32],
-        dim: usize,
-        stride: usize,
+        [dim, stride]: [usize; 2],
         work: &mut Tile,
         out: &mut [f32],
     ) {

@@ -8,7 +8,7 @@
 //! values are formed in integers where the machine has a form for it, with weights of 15 bits (`simd/weighted.rs`).
 
 use super::attend::{Hidden, QueryMask};
-use super::blocks::{StoredSide, Tile};
+use super::blocks::{StoredSide, Tile, TileRows};
 use super::domain::{Domain, Ready};
 use super::paths::{self, Path, note};
 use super::simd;
@@ -38,7 +38,7 @@ struct SegmentSides {
     len: usize,
     keys: StoredSide,
     values: StoredSide,
-    /// Where its queries and its sums are.
+    /// Index into `domains` of the key side (rotated queries) and of the value side (accumulators).
     domains: [usize; 2],
 }
 
@@ -106,6 +106,72 @@ pub(super) fn attend(
         }
     })?;
     Tensor::from_f32(dtype, &[batch, heads * group, l, value_dim], out)
+}
+
+/// Weights of tokens times the scales of their values.
+#[inline(always)]
+fn scale_weights(weights: &mut [f32], factors: &[f32], sparse: bool) {
+    let pairs = weights.iter_mut().zip(factors);
+    if sparse {
+        // A weight of exact zero hides what is in the row, NaN included.
+        pairs.for_each(|(x, f)| *x = if *x == 0.0 { 0.0 } else { *x * f });
+    } else {
+        pairs.for_each(|(x, f)| *x *= f);
+    }
+}
+
+/// The softmax of each query row so far: the greatest logit, the sum of the exponentials, and the values weighted by them, in rows of
+/// `dim` channels.
+struct Running<'a> {
+    tops: &'a mut [f32],
+    sums: &'a mut [f32],
+    acc: &'a mut [f32],
+    dim: usize,
+}
+
+impl Running<'_> {
+    /// Makes weights of the logits `x` of a block, the greatest of which is `top`, and says whether some of them are zero.
+    #[inline(always)]
+    fn weigh(&mut self, r: usize, top: f32, x: &mut [f32]) -> bool {
+        let top = greater(self.tops[r], top);
+        if top == f32::NEG_INFINITY {
+            note(Path::NothingSeen);
+            x.fill(0.0);
+            return true;
+        }
+        if top != self.tops[r] {
+            let shrink = (self.tops[r] - top).exp();
+            self.sums[r] *= shrink;
+            self.acc[r * self.dim..][..self.dim].iter_mut().for_each(|a| *a *= shrink);
+            self.tops[r] = top;
+        }
+        let (sum, smallest) = simd::exponentials(x, top);
+        self.sums[r] += sum;
+        let least = SPARSE * self.sums[r];
+        // A NaN among the weights counts as below, so that it is looked at.
+        let some_below = !matches!(smallest.partial_cmp(&least), Some(Ordering::Greater));
+        if some_below {
+            x.iter_mut().for_each(|x| *x = if *x < least { 0.0 } else { *x });
+        }
+        some_below
+    }
+
+    /// Rows of values that are not finite are added only where their weight is not zero, and become zeros in the tile: in a product
+    /// of whole tiles a NaN would reach the rows that do not see it too. `users` counts the query rows that use each token.
+    fn take_out_rows_not_finite(&mut self, scores: &[f32], block: usize, users: &[u32], tile: &mut Tile) {
+        let (rows, dim) = (self.tops.len(), self.dim);
+        for (k, &users) in users.iter().enumerate() {
+            let row = &mut tile.rows[k * dim..][..dim];
+            if users < rows as u32 && !row.iter().all(|x| x.is_finite()) {
+                note(Path::RowNotFinite);
+                for r in (0..rows).filter(|r| scores[r * block + k] != 0.0) {
+                    let weight = scores[r * block + k];
+                    self.acc[r * dim..][..dim].iter_mut().zip(&*row).for_each(|(a, v)| *a += weight * v);
+                }
+                row.fill(0.0);
+            }
+        }
+    }
 }
 
 /// Query tokens `first..first + n`; the rows of a KV head are its query heads times these.
@@ -191,6 +257,15 @@ impl QuerySpan<'_> {
         tasks
     }
 
+    /// Whether sums of values are formed in integers.
+    fn in_integers(&self, values: &TileRows, block: usize) -> bool {
+        let (has_form, short) = (values.in_integers(&[]).is_some(), block <= simd::MOST_SUMMED);
+        if !self.exact && has_form && !short {
+            note(Path::BlockTooLong);
+        }
+        !self.exact && has_form && short
+    }
+
     /// Fills a partial: maxima of the rows, their sums, their accumulators.
     fn task(
         &self,
@@ -210,14 +285,10 @@ impl QuerySpan<'_> {
         let head = [task.head / self.sizes.heads, task.head % self.sizes.heads];
         let small = [0, 1].map(|i| self.domains[i][part.domains[i]].small.as_ref());
         let (keys, values) = (part.keys.rows(head, small[0]), part.values.rows(head, small[1]));
-        let short = block <= simd::MOST_SUMMED;
-        let integers = !self.exact && values.in_integers(&[]).is_some();
-        if integers && !short {
-            note(Path::BlockTooLong);
-        }
-        let integers = integers && short;
+        let integers = self.in_integers(&values, block);
         let SpanScratch { tile, scores, picks, users } = work;
         scores.resize(rows * block, 0.0);
+        let mut running = Running { tops, sums, acc, dim };
         for from in (task.from..task.to).step_by(block) {
             let n = block.min(task.to - from);
             let seen =
@@ -228,39 +299,13 @@ impl QuerySpan<'_> {
             picks.clear();
             picks.extend(from as u32..(from + n) as u32);
             tile.fit(block, key_dim);
-            keys.scores(ready, picks, key_dim, block, tile, scores);
+            keys.scores(ready, picks, [key_dim, block], tile, scores);
             let mut sparse = false;
             for (r, row) in rules.iter().enumerate() {
                 let x = &mut scores[r * block..][..n];
-                let factors = &tile.factors[..n];
-                let top = match row.plain_scale(part.start + from, n) {
-                    Some(scale) => simd::logits(x, factors, ready.bias[r], scale),
-                    None => {
-                        x.iter_mut().zip(factors).for_each(|(x, f)| *x = *x * f + ready.bias[r]);
-                        row.logits(part.first + from, part.start + from, x)
-                    }
-                };
-                let top = greater(tops[r], top);
-                if top == f32::NEG_INFINITY {
-                    note(Path::NothingSeen);
-                    x.fill(0.0);
-                    sparse = true;
-                    continue;
-                }
-                if top != tops[r] {
-                    let shrink = (tops[r] - top).exp();
-                    sums[r] *= shrink;
-                    acc[r * dim..][..dim].iter_mut().for_each(|a| *a *= shrink);
-                    tops[r] = top;
-                }
-                let (sum, smallest) = simd::exponentials(x, top);
-                sums[r] += sum;
-                let least = SPARSE * sums[r];
-                let some_below = !matches!(smallest.partial_cmp(&least), Some(Ordering::Greater));
-                if some_below {
-                    x.iter_mut().for_each(|x| *x = if *x < least { 0.0 } else { *x });
-                    sparse = true;
-                }
+                let top =
+                    row.to_logits([part.first + from, part.start + from], &tile.factors, ready.bias[r], x);
+                sparse |= running.weigh(r, top, x);
             }
             let live = if sparse { Self::live(scores, block, picks, users) } else { n };
             if live == 0 {
@@ -277,39 +322,25 @@ impl QuerySpan<'_> {
                 values.decode(picks, value_dim, tile);
             }
             for x in scores.chunks_exact_mut(block) {
-                let pairs = x[..live].iter_mut().zip(&tile.factors);
-                if sparse {
-                    // A weight of exact zero hides what is in the row, NaN included.
-                    pairs.for_each(|(x, f)| *x = if *x == 0.0 { 0.0 } else { *x * f });
-                } else {
-                    pairs.for_each(|(x, f)| *x *= f);
-                }
+                scale_weights(&mut x[..live], &tile.factors, sparse);
             }
             if integers {
-                let done = values
-                    .in_integers(picks)
-                    .is_some_and(|(levels, rows)| simd::weighted_levels(levels, rows, scores, block, acc));
-                if done {
+                let levels = values.in_integers(picks);
+                if levels.is_some_and(|(levels, rows)| {
+                    simd::weighted_levels(levels, rows, scores, block, running.acc)
+                }) {
                     note(Path::IntegerSums);
                     continue;
                 }
                 note(Path::WeightsNotFinite);
                 values.decode(picks, value_dim, tile);
             }
-            for k in 0..if sparse { live } else { 0 } {
-                let row = &mut tile.rows[k * dim..][..dim];
-                if users[k] < rows as u32 && !row.iter().all(|x| x.is_finite()) {
-                    note(Path::RowNotFinite);
-                    for r in (0..rows).filter(|r| scores[r * block + k] != 0.0) {
-                        let weight = scores[r * block + k];
-                        acc[r * dim..][..dim].iter_mut().zip(&*row).for_each(|(a, v)| *a += weight * v);
-                    }
-                    row.fill(0.0);
-                }
+            if sparse {
+                running.take_out_rows_not_finite(scores, block, &users[..live], tile);
             }
             note(Path::FloatSums);
             let tile = simd::LaneBlock { rows: &tile.rows[..], width: dim, n: live, stride: block };
-            simd::accumulate(&scores[..rows * block], tile, acc);
+            simd::accumulate(&scores[..rows * block], tile, running.acc);
         }
     }
 

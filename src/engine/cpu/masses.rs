@@ -1,4 +1,4 @@
-//! How much attention each part of a cache receives: scores of every part, an f64 softmax, sums a part.
+//! How much attention each part of a cache receives: scores of every part, an f64 softmax, one sum per part.
 
 use super::attend::Hidden;
 use super::simd::greater;

@@ -54,7 +54,7 @@ pub(super) struct Small {
     pub wide_unit: f32,
 }
 
-/// The greatest of the integer levels for sums; those of the uniform grid are whole, since 15 divides it.
+/// The greatest of the integer levels for sums. 15 divides it, so that the levels of the uniform grid are whole.
 pub(super) const WIDE: f32 = 1020.0;
 
 /// A block of tokens: `n` rows of `width` elements. The score of a query row is at `row * stride + token`, and so is a weight.

@@ -6,7 +6,7 @@ use super::tables::line;
 use crate::codec::codes::{Codes, Frame};
 use crate::engine::attention::{Sizes, Stored};
 use crate::engine::mlx::kernels::Form;
-use crate::engine::mlx::kernels::plan::{self, Around, Element, Turn};
+use crate::engine::mlx::kernels::plan::{self, Around, ElementType, Turn};
 use crate::error::Result;
 use mlx_rs::{Array, Dtype};
 
@@ -68,7 +68,7 @@ pub(super) fn finish(
     values: &[&Stored<Array>],
     shares: &[Vec<Array>],
     sinks: Option<&Array>,
-    out: Element,
+    out: ElementType,
     sizes: Sizes,
 ) -> Result<Option<Array>> {
     let is_packed = |v: &&Stored<Array>| matches!(v, Stored::Packed(_));

@@ -72,7 +72,7 @@ fn attend_run(
     cast(&out, queries.dtype())
 }
 
-/// Share of attention that each segment receives; evaluates one sum a segment.
+/// Share of attention that each segment receives; evaluates one sum per segment.
 pub(super) fn masses(
     mlx: &Mlx,
     segments: &[Segment<Array>],

@@ -1,4 +1,5 @@
-//! Stages of the graph by fused kernels, where [`crate::engine::mlx::kernels::find`] gives one; `None` leaves them to the plain mlx.
+//! Stages of the graph by fused kernels, where [`crate::engine::mlx::kernels::find`] gives one; `None` leaves them to the
+//! plain graph.
 //!
 //! Every segment is a first pass over shares of its tokens. Shares of a packed segment are joined and leave the rotated domain as one
 //! sum; then they, all shares of exact rows and the learned sinks are joined by their greatest scores.
@@ -11,14 +12,14 @@ use crate::codec::Codec;
 use crate::codec::codes::Codes;
 use crate::engine::attention::{Rules, Segment, Sizes, Stored};
 use crate::engine::mlx::arrays::slice;
-use crate::engine::mlx::kernels::plan::{self, Element, Pass};
-use crate::engine::mlx::kernels::{Device, Form, Stage, find};
+use crate::engine::mlx::kernels::plan::{self, ElementType, Pass};
+use crate::engine::mlx::kernels::{Form, Stage, find};
 use crate::error::Result;
 use mlx_rs::ops;
 use mlx_rs::{Array, Dtype};
 /// Words and scales of vectors [B, H, T, D] that are in their frame.
 pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Array, Array)>> {
-    let Some(form) = find(Stage::Encode, codec, mlx.kernels.device()) else { return Ok(None) };
+    let Some(form) = find(Stage::Encode, codec, mlx.kernels.gpu()) else { return Ok(None) };
     let tables = mlx.tables(codec)?;
     let Some((arrays, order)) = tables.kernels.as_ref().and_then(|k| k.encode.as_ref()) else {
         return Ok(None);
@@ -42,12 +43,12 @@ pub(super) fn encode(mlx: &Mlx, codec: &Codec, x: &Array) -> Result<Option<(Arra
 
 /// Rows in the rotated domain, f32 [B, H, T, D].
 pub(super) fn rows(mlx: &Mlx, codes: &Codes<Array>, tables: &DeviceTables) -> Result<Option<Array>> {
-    let Some(form) = find(Stage::Decode, codes.codec(), mlx.kernels.device()) else { return Ok(None) };
+    let Some(form) = find(Stage::Decode, codes.codec(), mlx.kernels.gpu()) else { return Ok(None) };
     let (Some(tables), shape) = (&tables.kernels, codes.shape()) else { return Ok(None) };
     if shape.contains(&0) {
         return Ok(None);
     }
-    let launch = plan::dequantize(form, shape, Element::F32);
+    let launch = plan::dequantize(form, shape, ElementType::F32);
     let tokens = Array::from_int(shape[2] as i32);
     let out = mlx.kernels.run(&launch, &[codes.words(), codes.scales(), &tables.decode, &tokens])?;
     Ok(out.into_iter().next())
@@ -64,7 +65,7 @@ fn side(mlx: &Mlx, stored: &Stored<Array>) -> Result<Option<(Form, [Array; 3])>>
             Some((Form::exact(rows.shape()[3] as usize), [rows.clone(), nothing, line(&[0.0])]))
         }
         Stored::Packed(codes) => {
-            let Some(form) = find(Stage::Attend, codes.codec(), mlx.kernels.device()) else {
+            let Some(form) = find(Stage::Attend, codes.codec(), mlx.kernels.gpu()) else {
                 return Ok(None);
             };
             let tables = mlx.tables(codes.codec())?;
@@ -83,7 +84,7 @@ pub(super) fn attend(
     sizes: Sizes,
 ) -> Result<Option<Array>> {
     // Exact rows alone would pass every question below.
-    if mlx.kernels.device() == Device::Cpu {
+    if mlx.kernels.gpu().is_none() {
         return Ok(None);
     }
     let held: Vec<_> = segments.iter().filter(|s| !s.keys.is_empty()).collect();
@@ -113,9 +114,9 @@ pub(super) fn attend(
         sides.push((*s, keys.1, values.1, plan));
     }
     let out = match queries.dtype() {
-        Dtype::Float16 => Element::F16,
-        Dtype::Bfloat16 => Element::BF16,
-        _ => Element::F32,
+        Dtype::Float16 => ElementType::F16,
+        Dtype::Bfloat16 => ElementType::BF16,
+        _ => ElementType::F32,
     };
     let q = float(queries, "queries")?.multiply(num(rules.scale))?;
     let mask = rules.mask.as_ref().map(additive).transpose()?;
@@ -135,12 +136,7 @@ pub(super) fn attend(
             None => Array::from_slice(&[0f32], &[1, 1, 1, 1]),
         };
         seen = end;
-        let first = |b: usize| {
-            let padding = rules.left_padding.get(b).copied().unwrap_or(0);
-            padding.saturating_sub(s.start).min(s.keys.len()) as i32
-        };
-        let first: Vec<i32> = (0..sizes.batch).map(first).collect();
-        let first = Array::from_slice(&first, &[sizes.batch as i32]);
+        let first = first_tokens(s, rules, sizes.batch);
         let tokens = Array::from_int(s.keys.len() as i32);
         // Rows of weight zero are not read; skipping light ones is for callers that ask for it, and none does yet.
         let limits = line(&[rules.soft_cap.unwrap_or(0.0), 0.0]);
@@ -152,15 +148,36 @@ pub(super) fn attend(
         shares.push(mlx.kernels.run(launch, &inputs)?);
     }
     let values: Vec<&Stored<Array>> = held.iter().map(|s| &s.values).collect();
-    if let Some(whole) = around::finish(mlx, &values, &shares, rules.sink_logits.as_ref(), out, sizes)? {
+    let sinks = rules.sink_logits.as_ref();
+    if let Some(whole) = around::finish(mlx, &values, &shares, sinks, out, sizes)? {
         return Ok(Some(whole));
     }
-    let (mut sums, mut states) = (vec![], vec![]);
+    let parts = one_list(mlx, values, shares, sizes)?;
+    Ok(Some(merge(mlx, &parts, out, sinks, true)?.0))
+}
+
+/// The first token of a segment that is no padding, for each sequence.
+fn first_tokens(segment: &Segment<Array>, rules: &Rules<Array>, batch: usize) -> Array {
+    let first = |b: usize| {
+        let padding = rules.left_padding.get(b).copied().unwrap_or(0);
+        padding.saturating_sub(segment.start).min(segment.keys.len()) as i32
+    };
+    Array::from_slice(&(0..batch).map(first).collect::<Vec<i32>>(), &[batch as i32])
+}
+
+/// The shares of all segments in the domain of the model, for one merge.
+fn one_list(
+    mlx: &Mlx,
+    values: Vec<&Stored<Array>>,
+    shares: Vec<Vec<Array>>,
+    sizes: Sizes,
+) -> Result<[Array; 2]> {
+    let (mut sums, mut states, segments) = (vec![], vec![], values.len());
     for (values, mut parts) in values.into_iter().zip(shares) {
         // A few shares of exact rows are joined with everything else at the end; those of packed rows leave their domain together.
         let count = parts[0].shape()[3] as usize;
-        if matches!(values, Stored::Packed(_)) || count * held.len() > plan::MOST_PARTS {
-            let (sum, state) = merge(mlx, &parts, Element::F32, None, false)?;
+        if matches!(values, Stored::Packed(_)) || count * segments > plan::MOST_PARTS {
+            let (sum, state) = merge(mlx, &parts, ElementType::F32, None, false)?;
             let sum = leave_segment(mlx, values, &sum, &state, sizes)?;
             parts = vec![sum.expand_dims(3)?, state.expand_dims(3)?];
         }
@@ -168,8 +185,7 @@ pub(super) fn attend(
         sums.push(parts.remove(0));
         states.push(state);
     }
-    let parts = [ops::concatenate(&sums, 3)?, ops::concatenate(&states, 3)?];
-    Ok(Some(merge(mlx, &parts, out, rules.sink_logits.as_ref(), true)?.0))
+    Ok([ops::concatenate(&sums, 3)?, ops::concatenate(&states, 3)?])
 }
 
 /// Queries in the domain of the keys, and what their frame adds to every score.
@@ -213,7 +229,7 @@ fn leave_segment(
 fn merge(
     mlx: &Mlx,
     parts: &[Array],
-    out: Element,
+    out: ElementType,
     sinks: Option<&Array>,
     divide: bool,
 ) -> Result<(Array, Array)> {

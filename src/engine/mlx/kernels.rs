@@ -22,12 +22,9 @@ use crate::spec::{Residual, ScaleFormat};
 /// Whether the Metal kernels are in this build: on macOS always, on other systems only to be type-checked (feature `metal`).
 pub const METAL: bool = cfg!(any(feature = "metal", all(feature = "mlx", target_os = "macos")));
 
-/// Where kernels could run.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Device {
-    /// No GPU: nothing has a kernel.
-    #[default]
-    Cpu,
+/// GPUs that kernels run on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Gpu {
     /// Apple GPUs.
     Metal,
     /// NVIDIA GPUs.
@@ -151,7 +148,7 @@ pub fn table(codec: &Codec, form: Form) -> Vec<f32> {
 
 /// The tables that encoders read beside the signs of the rotation: its factor, all levels, the borders.
 pub struct EncodeTables {
-    /// Signs, one a channel; empty without a rotation.
+    /// Signs, one per channel; empty without a rotation.
     pub signs: Vec<f32>,
     /// Row-major factor of the rotation; one entry for a power of two.
     pub factor: Vec<f32>,
@@ -183,11 +180,9 @@ pub fn encode_tables(codec: &Codec) -> Option<EncodeTables> {
     Some(EncodeTables { signs, factor, order, levels, borders })
 }
 
-/// The form in which a kernel does a stage of a codec on a device; `None` where the array graph does it.
-pub fn find(stage: Stage, codec: &Codec, device: Device) -> Option<Form> {
-    if device == Device::Cpu {
-        return None;
-    }
+/// The form in which a kernel does a stage of a codec on a GPU; `None` where the array graph does it.
+pub fn find(stage: Stage, codec: &Codec, gpu: Option<Gpu>) -> Option<Form> {
+    gpu?;
     let form = Form::of(codec)?;
     // Bands are encoded and decoded apart from each other.
     if stage != Stage::Attend && form.second.is_some() {
@@ -210,7 +205,7 @@ pub fn find(stage: Stage, codec: &Codec, device: Device) -> Option<Form> {
 
 /// A kernel text: its body and the names of its arguments, in the order of the signature.
 #[derive(Debug)]
-pub struct Source {
+pub struct KernelSource {
     /// What it does.
     pub name: &'static str,
     /// The text inside the function.
@@ -227,21 +222,21 @@ const COMMON: [&str; 3] = [
     include_str!("../../../mlx/kernels/attend.h"),
 ];
 
-/// What stands before every body on a device.
-pub fn header(device: Device) -> String {
-    let prelude = match device {
-        Device::Metal => include_str!("../../../mlx/kernels/prelude_metal.h"),
-        Device::Cuda => include_str!("../../../mlx/kernels/prelude_cuda.h"),
-        Device::Cpu => include_str!("../../../mlx/kernels/prelude_host.h"),
+/// What stands before every body on a GPU, or, without one, on the host machine that the tests run the kernels on.
+pub fn header(gpu: Option<Gpu>) -> String {
+    let prelude = match gpu {
+        Some(Gpu::Metal) => include_str!("../../../mlx/kernels/prelude_metal.h"),
+        Some(Gpu::Cuda) => include_str!("../../../mlx/kernels/prelude_cuda.h"),
+        None => include_str!("../../../mlx/kernels/prelude_host.h"),
     };
     format!("{prelude}\n{}", COMMON.join("\n"))
 }
 
-impl Source {
+impl KernelSource {
     /// The name under which MLX caches the compiled kernel: it carries a hash of everything that is compiled.
-    pub fn key(&self, device: Device) -> String {
+    pub fn key(&self, gpu: Gpu) -> String {
         let mut hash = 0xcbf2_9ce4_8422_2325u64;
-        for byte in header(device).bytes().chain(self.body.bytes()) {
+        for byte in header(Some(gpu)).bytes().chain(self.body.bytes()) {
             hash = (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3);
         }
         format!("turbomoq_{}_{hash:016x}", self.name)
@@ -249,7 +244,7 @@ impl Source {
 }
 
 /// First pass of attention on a segment.
-pub static ATTEND: Source = Source {
+pub static ATTEND: KernelSource = KernelSource {
     name: "attend",
     body: include_str!("../../../mlx/kernels/attend.inc"),
     inputs: &[
@@ -260,7 +255,7 @@ pub static ATTEND: Source = Source {
 };
 
 /// Second pass: joins shares of a segment, or segments and sinks.
-pub static MERGE: Source = Source {
+pub static MERGE: KernelSource = KernelSource {
     name: "merge",
     body: include_str!("../../../mlx/kernels/merge.inc"),
     inputs: &["sums", "state", "sinks", "counts"],
@@ -268,7 +263,7 @@ pub static MERGE: Source = Source {
 };
 
 /// Unpacks rows in the rotated domain.
-pub static DEQUANTIZE: Source = Source {
+pub static DEQUANTIZE: KernelSource = KernelSource {
     name: "dequantize",
     body: include_str!("../../../mlx/kernels/dequantize.inc"),
     inputs: &["words", "scales", "levels", "tokens"],
@@ -276,7 +271,7 @@ pub static DEQUANTIZE: Source = Source {
 };
 
 /// Packs vectors on a scalar grid.
-pub static ENCODE: Source = Source {
+pub static ENCODE: KernelSource = KernelSource {
     name: "encode",
     body: include_str!("../../../mlx/kernels/encode.inc"),
     inputs: &["vectors", "signs", "factor", "levels", "borders", "place"],
@@ -284,7 +279,7 @@ pub static ENCODE: Source = Source {
 };
 
 /// Packs vectors on a trellis.
-pub static ENCODE_TRELLIS: Source = Source {
+pub static ENCODE_TRELLIS: KernelSource = KernelSource {
     name: "encode_trellis",
     body: include_str!("../../../mlx/kernels/encode_trellis.inc"),
     inputs: &["vectors", "signs", "factor", "levels", "place"],
@@ -292,7 +287,7 @@ pub static ENCODE_TRELLIS: Source = Source {
 };
 
 /// Queries into the domain of packed keys.
-pub static ENTER: Source = Source {
+pub static ENTER: KernelSource = KernelSource {
     name: "enter",
     body: include_str!("../../../mlx/kernels/enter.inc"),
     inputs: &["queries", "centre", "gain", "order", "signs", "factor", "scale", "place"],
@@ -300,7 +295,7 @@ pub static ENTER: Source = Source {
 };
 
 /// Second pass where at most one segment is packed: joins all shares and leaves its domain.
-pub static FINISH: Source = Source {
+pub static FINISH: KernelSource = KernelSource {
     name: "finish",
     body: include_str!("../../../mlx/kernels/finish.inc"),
     inputs: &[
@@ -311,7 +306,8 @@ pub static FINISH: Source = Source {
 };
 
 /// All kernels.
-pub static SOURCES: [&Source; 7] = [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS, &ENTER, &FINISH];
+pub static SOURCES: [&KernelSource; 7] =
+    [&ATTEND, &MERGE, &DEQUANTIZE, &ENCODE, &ENCODE_TRELLIS, &ENTER, &FINISH];
 
 #[cfg(test)]
 mod tests {
@@ -324,37 +320,40 @@ mod tests {
             |stage, spec: CodecSpec, device| find(stage, &Codec::new(spec).unwrap(), device).map(|f| f.kind);
         let spec = CodecSpec::new(128, 4, Grid::Lloyd);
         let (attend, encode) = (Stage::Attend, Stage::Encode);
-        assert_eq!(has(attend, spec, Device::Cpu), None);
-        assert_eq!(has(attend, spec, Device::Metal), Some(Kind::Mirrored));
-        assert_eq!(has(encode, CodecSpec { grid: Grid::Uniform, ..spec }, Device::Cuda), Some(Kind::Uniform));
+        assert_eq!(has(attend, spec, None), None);
+        assert_eq!(has(attend, spec, Some(Gpu::Metal)), Some(Kind::Mirrored));
+        assert_eq!(
+            has(encode, CodecSpec { grid: Grid::Uniform, ..spec }, Some(Gpu::Cuda)),
+            Some(Kind::Uniform)
+        );
         let dense = CodecSpec { rotation: RotationKind::Dense, ..spec };
         assert_eq!(
-            (has(encode, dense, Device::Metal), has(attend, dense, Device::Metal).is_some()),
+            (has(encode, dense, Some(Gpu::Metal)), has(attend, dense, Some(Gpu::Metal)).is_some()),
             (None, true)
         );
         let trellis = |states, dim, bits| CodecSpec {
             grid: Grid::Trellis { states },
             ..CodecSpec::new(dim, bits, Grid::Lloyd)
         };
-        assert_eq!(has(encode, trellis(8, 128, 2), Device::Metal), Some(Kind::Trellis8));
-        assert_eq!(has(encode, trellis(8, 32, 1), Device::Metal), None, "a short ring");
-        assert_eq!(has(encode, trellis(10, 512, 2), Device::Metal), None, "a long search");
+        assert_eq!(has(encode, trellis(8, 128, 2), Some(Gpu::Metal)), Some(Kind::Trellis8));
+        assert_eq!(has(encode, trellis(8, 32, 1), Some(Gpu::Metal)), None, "a short ring");
+        assert_eq!(has(encode, trellis(10, 512, 2), Some(Gpu::Metal)), None, "a long search");
         let two = CodecSpec { outliers: 32, bits: 2, ..spec };
         assert_eq!(
-            [has(attend, two, Device::Metal), has(encode, two, Device::Metal)],
+            [has(attend, two, Some(Gpu::Metal)), has(encode, two, Some(Gpu::Metal))],
             [Some(Kind::Mirrored), None]
         );
         let affine = CodecSpec { grid: Grid::Affine { group: 64 }, ..spec };
-        assert_eq!(has(attend, affine, Device::Metal), None);
+        assert_eq!(has(attend, affine, Some(Gpu::Metal)), None);
     }
 
     #[test]
     fn names_carry_a_hash_of_the_text() {
         let mut keys: Vec<String> =
-            SOURCES.iter().flat_map(|s| [Device::Metal, Device::Cuda].map(|d| s.key(d))).collect();
+            SOURCES.iter().flat_map(|s| [Gpu::Metal, Gpu::Cuda].map(|gpu| s.key(gpu))).collect();
         assert!(keys.iter().all(|k| k.rsplit('_').next().unwrap().len() == 16));
-        let changed = Source { body: "// nothing", ..*SOURCES[1] };
-        keys.push(changed.key(Device::Metal));
+        let changed = KernelSource { body: "// nothing", ..*SOURCES[1] };
+        keys.push(changed.key(Gpu::Metal));
         keys.sort();
         keys.dedup();
         assert_eq!(keys.len(), 15);

@@ -30,7 +30,7 @@ pub enum RotationTables {
 
 /// Arrays of a codec.
 pub struct DeviceTables {
-    /// One entry a band.
+    /// One entry per band.
     pub bands: Vec<BandTables>,
     /// Projections [m, d] of every QJL round.
     pub projections: Vec<Array>,

@@ -1,6 +1,6 @@
 //! The trellis-coded grid as MLX graphs: windows of a packed stream, and the Viterbi search over a batch of vectors.
 //!
-//! The recursion is that of [`crate::math::trellis_search`] with f32 costs, one step of the graph a coordinate: the batch is what runs in
+//! The recursion is the same as in [`crate::math::trellis_search`] with f32 costs, one step of the graph per coordinate: the batch is what runs in
 //! parallel. Costs are not rounded as on the CPU engine, so the codes may be others of the same quality.
 
 use super::stages::{num, pad_last, with_last};

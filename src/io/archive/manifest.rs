@@ -96,7 +96,7 @@ pub(super) struct SideManifest {
 }
 
 impl Manifest {
-    /// The manifest of a file. Its own checksum and those of its tensors are held to if `verify` says so.
+    /// The manifest of a file. Its own checksum and the checksums of its tensors are compared if `verify` says so.
     pub(super) fn read(file: &mut Container, verify: bool) -> Result<Manifest> {
         let text = file.metadata.get(KEY).ok_or_else(|| file.bad("not a turbomoq file: no such metadata"))?;
         // The version comes first: a newer file may have a manifest that this version cannot read.

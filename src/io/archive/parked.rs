@@ -43,7 +43,7 @@ pub fn parked_model_bytes(recipe: &Recipe, model: &Model, tokens: usize) -> Resu
 }
 
 /// One width for each layer and side, of least loss by a table, with which the parked cache of `tokens` tokens has `bytes` bytes at
-/// most; codecs, exact tokens and all else are those of `recipe`.
+/// most; codecs, exact tokens and all else are as in `recipe`.
 ///
 /// # Errors
 /// [`Error::Unsupported`] if one bit everywhere needs more, else as [`parked_bytes`].

@@ -1,4 +1,4 @@
-//! The pool's disk: one compressed file a cache, with the agent's label inside, in a folder that one process holds.
+//! The pool's disk: one compressed file per cache, with the agent's label inside, in a folder that one process holds.
 //!
 //! A file is written beside its place, flushed and renamed, so it is whole or not there. At the start the newest version of every
 //! agent counts; older ones and unfinished files are removed, one that was renamed gets its name back, and one that cannot be read is

@@ -129,7 +129,7 @@ impl<'a> Image<'a> {
     /// promised.
     ///
     /// # Errors
-    /// [`Error::Io`]; those of `make`; [`Error::Format`] if a tensor is not what it was to be.
+    /// [`Error::Io`]; whatever `make` returns; [`Error::Format`] if a tensor is not what it was to be.
     pub(crate) fn write_late(
         &self,
         path: &Path,

@@ -15,7 +15,7 @@ pub(crate) struct Offset {
 }
 
 impl Offset {
-    /// Adds those of a layer.
+    /// Adds the offsets of a layer.
     pub(crate) fn of(at: String, layer: &Layer, out: &mut Vec<Offset>) {
         if let Layer::List(list) = layer {
             return list.iter().enumerate().for_each(|(i, l)| Offset::of(format!("{at}.{i}"), l, out));

@@ -34,6 +34,16 @@ impl OpenedFile<'_> {
         self.file.bad(format!("layer {layer} ({class}): {detail}"))
     }
 
+    /// Why a class is not among those that are read.
+    fn unknown(&self, layer: usize, class: &str) -> Error {
+        let (path, class) = (self.file.path().into(), class.to_string());
+        if BATCH.contains(&class.as_str()) {
+            Error::BatchCache { path, layer, class }
+        } else {
+            Error::UnknownClass { path, layer, class }
+        }
+    }
+
     fn layer(&self, i: usize, class: &str, state: &Node, meta: Option<&Node>) -> Result<Layer> {
         if let (Layout::V031, Some(mark)) = (self.layout, swift::mark(class, state, meta)) {
             return Err(self.bad(i, class, swift::refusal(mark)));
@@ -48,23 +58,14 @@ impl OpenedFile<'_> {
         if class == packed::CLASS {
             return self.opaque(class, state, None);
         }
-        let Some(spec) = fields_of(class) else {
-            let (path, layer, class) = (self.file.path().into(), i, class.to_string());
-            return Err(if BATCH.contains(&class.as_str()) {
-                Error::BatchCache { path, layer, class }
-            } else {
-                Error::UnknownClass { path, layer, class }
-            });
-        };
+        let spec = fields_of(class).ok_or_else(|| self.unknown(i, class))?;
         let bad = |detail: String| self.bad(i, class, detail);
         let counters = match self.layout {
             Layout::V031 => 0,
             Layout::V032 => spec.v032.len(),
         };
         let parts = state.children().filter(|c| c.len() == 2 + counters).ok_or_else(|| {
-            let mut found = Vec::new();
-            state.leaves("", &mut found);
-            let found: Vec<_> = found.into_iter().map(|(path, _)| path).take(12).collect();
+            let found = state.first_leaves(12);
             bad(format!("expected keys, values and {counters} counters, found tensors {found:?}"))
         })?;
         let fields = match self.layout {
@@ -72,22 +73,8 @@ impl OpenedFile<'_> {
             Layout::V031 => counters_031(spec, meta).map_err(bad)?,
         };
         let get = |name: &str| fields.get(name).copied();
-        let empty = match (self.is_none(parts[0]), self.is_none(parts[1])) {
-            (false, false) => false,
-            (true, true) => true,
-            _ => return Err(bad("only one of keys and values is None".into())),
-        };
-        let rows = match (class, get("offset"), get("start_position").unwrap_or(0)) {
-            ("RotatingKVCache", ..) | (_, None, _) => None,
-            (_, Some(offset), start) => Some(
-                offset
-                    .checked_sub(start)
-                    .ok_or_else(|| bad(format!("offset = {offset} is before start_position = {start}")))?,
-            ),
-        };
-        if empty && rows.is_some_and(|rows| rows > 0) {
-            return Err(bad(format!("offset = {rows:?}, but there are no rows")));
-        }
+        let none = [self.is_none(parts[0]), self.is_none(parts[1])];
+        let (empty, rows) = (none[0], token_rows(class, &fields, none).map_err(bad)?);
         // The rows that are tokens; the rest of an allocated buffer is cut off.
         let cut = |held: usize| match rows {
             Some(rows) if rows > held => Err(bad(format!("offset = {rows}, but only {held} rows"))),
@@ -108,16 +95,14 @@ impl OpenedFile<'_> {
         match class {
             "QuantizedKVCache" => {
                 let (group_size, bits) = (get("group_size").unwrap_or(0), get("bits").unwrap_or(0));
-                let kv = if empty {
-                    None
-                } else {
+                let kv = (!empty).then(|| {
                     let pair = Pair { keys: self.packed(parts[0])?, values: self.packed(parts[1])? };
                     check_codec(group_size, bits).map_err(|e| bad(e.to_string()))?;
                     pair.keys.check(group_size, bits).map_err(|e| bad(format!("keys: {e}")))?;
                     pair.values.check(group_size, bits).map_err(|e| bad(format!("values: {e}")))?;
-                    Some(pair.try_map(|p| p.cut(cut(rows_of(&p.words))?))?)
-                };
-                Ok(Layer::Quantized { kv, group_size, bits })
+                    pair.try_map(|p| p.cut(cut(rows_of(&p.words))?))
+                });
+                Ok(Layer::Quantized { kv: kv.transpose()?, group_size, bits })
             }
             "RotatingKVCache" => {
                 let field = |name| get(name).unwrap_or(0);
@@ -128,16 +113,7 @@ impl OpenedFile<'_> {
             "ChunkedKVCache" if self.layout == Layout::V031 && get("start_position") != Some(0) => {
                 self.opaque(class, state, meta)
             }
-            _ => {
-                let class = match (get("chunk_size"), get("start_position")) {
-                    (Some(chunk_size), Some(start_position)) => {
-                        KvClass::Chunked { chunk_size, start_position }
-                    }
-                    _ if class == "ConcatenateKVCache" => KvClass::Concatenate,
-                    _ => KvClass::Kv,
-                };
-                Ok(Layer::Kv { class, kv: plain(usize::MAX)? })
-            }
+            _ => Ok(Layer::Kv { class: kv_class(class, &fields), kv: plain(usize::MAX)? }),
         }
     }
 
@@ -219,6 +195,34 @@ impl OpenedFile<'_> {
         }
         Ok(fields)
     }
+}
+
+fn kv_class(class: &str, fields: &Fields) -> KvClass {
+    match (fields.get("chunk_size"), fields.get("start_position")) {
+        (Some(&chunk_size), Some(&start_position)) => KvClass::Chunked { chunk_size, start_position },
+        _ if class == "ConcatenateKVCache" => KvClass::Concatenate,
+        _ => KvClass::Kv,
+    }
+}
+
+/// Rows that are tokens, where the counters say how many; `none` says which of keys and values are not there.
+fn token_rows(class: &str, fields: &Fields, none: [bool; 2]) -> Result<Option<usize>, String> {
+    if none[0] != none[1] {
+        return Err("only one of keys and values is None".into());
+    }
+    let start = fields.get("start_position").copied().unwrap_or(0);
+    let rows = match fields.get("offset") {
+        Some(offset) if class != "RotatingKVCache" => Some(
+            offset
+                .checked_sub(start)
+                .ok_or_else(|| format!("offset = {offset} is before start_position = {start}"))?,
+        ),
+        _ => None,
+    };
+    if none[0] && rows.is_some_and(|rows| rows > 0) {
+        return Err(format!("offset = {rows:?}, but there are no rows"));
+    }
+    Ok(rows)
 }
 
 fn counters_031(spec: &Spec, meta: Option<&Node>) -> Result<Fields, String> {

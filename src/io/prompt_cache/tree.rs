@@ -57,6 +57,13 @@ impl<'a> Node<'a> {
         }
     }
 
+    /// Paths of the first `most` leaves, for a message.
+    pub(super) fn first_leaves(&self, most: usize) -> Vec<String> {
+        let mut leaves = Vec::new();
+        self.leaves("", &mut leaves);
+        leaves.into_iter().map(|(path, _)| path).take(most).collect()
+    }
+
     /// Path and content of every leaf.
     pub(super) fn leaves(&self, prefix: &str, out: &mut Vec<(String, &'a str)>) {
         match self {

@@ -167,48 +167,17 @@ impl<'a> FileParts<'a> {
                 self.put(&path, &[1], Item::None);
             }
             Layer::Arrays { arrays, left_padding, lengths } => {
-                if arrays.is_empty() {
-                    return Err("mlx-lm cannot load an ArraysCache of no arrays");
-                }
-                let optional =
-                    |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, |x| Item::Array(Piece::Raw(x)));
-                if new {
-                    self.put(&path, &[1], optional(left_padding));
-                    self.put(&path, &[2], optional(lengths));
-                } else if arrays.iter().any(Option::is_none) || left_padding.is_some() || lengths.is_some() {
-                    return Err(
-                        "mlx-lm 0.31 holds neither missing arrays nor paddings or lengths, write 0.32",
-                    );
-                }
-                let path = if new { [&path[..], &[0]].concat() } else { path.clone() };
-                for (j, x) in arrays.iter().enumerate() {
-                    self.put(&path, &[j], optional(x));
-                }
+                self.arrays(arrays, [left_padding, lengths], &path)?;
             }
-            Layer::List(layers) => {
-                if layers.is_empty() {
-                    return Err("mlx-lm cannot load a CacheList of no caches");
-                }
-                for (j, layer) in layers.iter().enumerate() {
-                    let mut below = [&path[..], &[j]].concat();
-                    if new {
-                        self.put(&below, &[1], Item::Text(layer.class().into()));
-                        below.push(0);
-                    }
-                    self.state(layer, below)?;
-                }
+            Layer::List(layers) => self.list(layers, &path)?,
+            Layer::Opaque { class, .. } if new && class != packed::CLASS => {
+                return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
             }
-            Layer::Opaque { class, tensors, .. } => {
-                if new && class != packed::CLASS {
-                    return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
-                }
+            Layer::Opaque { tensors, .. } => {
                 for (name, x) in tensors {
                     let tail: Result<Vec<usize>, _> = name.split('.').map(str::parse).collect();
-                    self.put(
-                        &path,
-                        &tail.map_err(|_| "a tensor has no tree path for a name")?,
-                        Item::Array(Piece::Raw(x)),
-                    );
+                    let tail = tail.map_err(|_| "a tensor has no tree path for a name")?;
+                    self.put(&path, &tail, Item::Array(Piece::Raw(x)));
                 }
             }
         }
@@ -217,6 +186,46 @@ impl<'a> FileParts<'a> {
             for (j, field) in spec.v032.iter().enumerate() {
                 self.put(&path, &[2 + j], Item::Counter(fields.get(field).copied().unwrap_or(0)));
             }
+        }
+        Ok(())
+    }
+
+    /// The leaves of an ArraysCache: its arrays, its left padding and its lengths.
+    fn arrays(
+        &mut self,
+        arrays: &'a [Option<RawTensor>],
+        lengths: [&'a Option<RawTensor>; 2],
+        path: &[usize],
+    ) -> Result<(), &'static str> {
+        if arrays.is_empty() {
+            return Err("mlx-lm cannot load an ArraysCache of no arrays");
+        }
+        let optional =
+            |x: &'a Option<RawTensor>| x.as_ref().map_or(Item::None, |x| Item::Array(Piece::Raw(x)));
+        if self.layout == Layout::V031 {
+            if arrays.iter().any(Option::is_none) || lengths.into_iter().any(Option::is_some) {
+                return Err("mlx-lm 0.31 holds neither missing arrays nor paddings or lengths, write 0.32");
+            }
+            arrays.iter().enumerate().for_each(|(j, x)| self.put(path, &[j], optional(x)));
+            return Ok(());
+        }
+        arrays.iter().enumerate().for_each(|(j, x)| self.put(path, &[0, j], optional(x)));
+        lengths.into_iter().enumerate().for_each(|(j, x)| self.put(path, &[1 + j], optional(x)));
+        Ok(())
+    }
+
+    /// The leaves of a CacheList.
+    fn list(&mut self, layers: &'a [Layer], path: &[usize]) -> Result<(), &'static str> {
+        if layers.is_empty() {
+            return Err("mlx-lm cannot load a CacheList of no caches");
+        }
+        for (j, layer) in layers.iter().enumerate() {
+            let mut below = [path, &[j]].concat();
+            if self.layout == Layout::V032 {
+                self.put(&below, &[1], Item::Text(layer.class().into()));
+                below.push(0);
+            }
+            self.state(layer, below)?;
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! Random queries through the whole fused attention at every level, held to the row form; emulated processors run this too.
 //!
-//! The bound is that of tests/differential/oracle.rs without the terms that play no part here: a score of a query in eight bits has,
+//! The bound is the one of tests/differential/oracle.rs without the terms that play no part here: a score of a query in eight bits has,
 //! by the rule in `cpu/domain.rs`, noise of a standard deviation of at most scale sqrt(D_grid / 100) |q| |k| / sqrt(D), of which
 //! seven are allowed beside the rounding of f32; weights are then off by w (exp(d + e) - 1) with e = ln sum w exp(d).
 

@@ -1,6 +1,7 @@
 //! The AVX2 forms of the kernels, see the parent. Loads and stores go through arrays of a register's size, so that every slice is
 //! bounds-checked by the language; what is unsafe here is only the move between such an array and a register.
 
+use super::parts::accumulate;
 use super::{Bytes, LaneBlock, Picked, Small};
 use half::f16;
 use std::arch::x86_64::*;
@@ -149,66 +150,7 @@ fn scores_of<const R: usize>(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f
     }
 }
 
-#[target_feature(enable = "avx2,fma,f16c")]
-pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
-    let dim = tile.width;
-    for (weights, sums) in weights.chunks(4 * tile.stride).zip(sums.chunks_mut(4 * dim)) {
-        match sums.len() / dim {
-            1 => accumulate_of::<1>(weights, tile, sums),
-            2 => accumulate_of::<2>(weights, tile, sums),
-            3 => accumulate_of::<3>(weights, tile, sums),
-            _ => accumulate_of::<4>(weights, tile, sums),
-        }
-    }
-}
-
-#[inline]
-#[target_feature(enable = "avx2,fma,f16c")]
-fn accumulate_of<const R: usize>(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
-    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
-    let mut w: [&[f32]; R] = [&[]; R];
-    for (r, w) in w.iter_mut().enumerate() {
-        *w = &weights[r * stride..][..n];
-    }
-    let mut at = 0;
-    while at < dim {
-        let two = at + 16 <= dim;
-        let mut x = [[_mm256_setzero_ps(); 2]; R];
-        for r in 0..R {
-            let sum = sums[r * dim + at..].as_chunks::<8>().0;
-            x[r][0] = load(&sum[0]);
-            if two {
-                x[r][1] = load(&sum[1]);
-            }
-        }
-        if two {
-            for t in 0..n {
-                let v = tile[t * dim + at..][..16].as_chunks::<8>().0;
-                let (a, b) = (load(&v[0]), load(&v[1]));
-                for r in 0..R {
-                    let w = _mm256_set1_ps(w[r][t]);
-                    x[r][0] = _mm256_fmadd_ps(w, a, x[r][0]);
-                    x[r][1] = _mm256_fmadd_ps(w, b, x[r][1]);
-                }
-            }
-        } else {
-            for t in 0..n {
-                let a = load(tile[t * dim + at..].first_chunk().expect("eight"));
-                for r in 0..R {
-                    x[r][0] = _mm256_fmadd_ps(_mm256_set1_ps(w[r][t]), a, x[r][0]);
-                }
-            }
-        }
-        for r in 0..R {
-            let sum = sums[r * dim + at..].as_chunks_mut::<8>().0;
-            store(&mut sum[0], x[r][0]);
-            if two {
-                store(&mut sum[1], x[r][1]);
-            }
-        }
-        at += if two { 16 } else { 8 };
-    }
-}
+accumulate!("avx2,fma,f16c", 8 x [2, 1], _mm256_setzero_ps(), |w, v, sum| _mm256_fmadd_ps(_mm256_set1_ps(w), v, sum));
 
 #[target_feature(enable = "avx2,fma,f16c")]
 pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {

@@ -1,7 +1,7 @@
 //! The AVX-512 forms of the kernels, see the parent: sixteen levels are one permutation, and byte products are summed as they are
 //! formed. Chosen where the machine has VNNI and VBMI too (Ice Lake, Zen 4 and later).
 
-use super::parts::four;
+use super::parts::{accumulate, four};
 use super::{Bytes, LaneBlock, Picked, Small};
 use std::arch::x86_64::*;
 
@@ -78,7 +78,7 @@ pub(super) fn levels(grid: &Small, rows: Picked, out: &mut [f32]) {
     }
 }
 
-/// Sums the sixteen lanes of sixteen registers; sum `4 t + r` is that of `x[t][r]`.
+/// Sums the sixteen lanes of each of sixteen registers; sum `4 t + r` belongs to `x[t][r]`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn sums(x: [[__m512; 4]; 4]) -> __m512 {
@@ -136,68 +136,8 @@ fn put(sums: __m512, rows: usize, tokens: usize, stride: usize, out: &mut [f32])
     }
 }
 
-/// See [`super::accumulate`]; the width is a multiple of 16.
-#[target_feature(enable = "avx512f")]
-pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
-    let LaneBlock { width: dim, stride, .. } = tile;
-    for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
-        let rows = sums.len() / dim;
-        let mut at = 0;
-        while at < dim {
-            let wide = at + 64 <= dim;
-            match (rows, wide) {
-                (4, true) => accumulate_of::<4, 4>(weights, tile, at, sums),
-                (4, false) => accumulate_of::<4, 1>(weights, tile, at, sums),
-                _ => {
-                    for (weights, sums) in weights.chunks(stride).zip(sums.chunks_mut(dim)) {
-                        match wide {
-                            true => accumulate_of::<1, 4>(weights, tile, at, sums),
-                            false => accumulate_of::<1, 1>(weights, tile, at, sums),
-                        }
-                    }
-                }
-            }
-            at += if wide { 64 } else { 16 };
-        }
-    }
-}
-
-/// `R` query rows, `16 C` channels from `at` on.
-#[inline]
-#[target_feature(enable = "avx512f")]
-fn accumulate_of<const R: usize, const C: usize>(
-    weights: &[f32],
-    tile: LaneBlock<f32>,
-    at: usize,
-    sums: &mut [f32],
-) {
-    let LaneBlock { rows: tile, width: dim, n, stride } = tile;
-    let mut x = [[_mm512_setzero_ps(); C]; R];
-    let mut w: [&[f32]; R] = [&[]; R];
-    for r in 0..R {
-        w[r] = &weights[r * stride..][..n];
-        let sums = sums[r * dim + at..].as_chunks().0;
-        for c in 0..C {
-            x[r][c] = load(&sums[c]);
-        }
-    }
-    let rows = tile.chunks_exact(dim).take(n);
-    for (t, row) in rows.enumerate() {
-        let row = row[at..][..16 * C].as_chunks().0;
-        for c in 0..C {
-            let v = load(&row[c]);
-            for r in 0..R {
-                x[r][c] = _mm512_fmadd_ps(_mm512_set1_ps(w[r][t]), v, x[r][c]);
-            }
-        }
-    }
-    for r in 0..R {
-        let sums = sums[r * dim + at..].as_chunks_mut().0;
-        for c in 0..C {
-            store(&mut sums[c], x[r][c]);
-        }
-    }
-}
+// The width is a multiple of 16.
+accumulate!("avx512f", 16 x [4, 1], _mm512_setzero_ps(), |w, v, sum| _mm512_fmadd_ps(_mm512_set1_ps(w), v, sum));
 
 /// Integer scores of the first tokens, as many as fours hold, which it returns; rows of 8 or 16 words of 2 or 4 bits.
 #[target_feature(enable = "avx512f,avx512bw,avx512vnni")]
@@ -281,7 +221,7 @@ fn integer_scores_of<const B: usize, const FIELDS: usize, const W: usize>(
     }
 }
 
-/// Sum `4 t + r` is that of token t and query r: of a register, or of its half if two tokens are in one.
+/// Sum `4 t + r` belongs to token t and query r: of a register, or of its half if two tokens are in one.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn integer_sums<const W: usize>(x: [[__m512i; 4]; 4]) -> __m512i {

@@ -3,7 +3,7 @@
 //! compiler has no stable name for.
 
 use super::level::{Level, level};
-use super::parts::{exp, four};
+use super::parts::{accumulate, exp, four};
 use super::plain::greater;
 use super::{Bytes, LaneBlock, Picked, Small};
 use half::f16;
@@ -159,62 +159,7 @@ fn scores_of<const R: usize>(queries: &[f32], tile: LaneBlock<f32>, out: &mut [f
     }
 }
 
-#[target_feature(enable = "neon")]
-pub(super) fn accumulate(weights: &[f32], tile: LaneBlock<f32>, sums: &mut [f32]) {
-    let LaneBlock { width: dim, stride, .. } = tile;
-    for (weights, sums) in weights.chunks(4 * stride).zip(sums.chunks_mut(4 * dim)) {
-        for at in (0..dim).step_by(16) {
-            match (sums.len() / dim, at + 16 <= dim) {
-                (4, true) => accumulate_of::<4, 4>(weights, tile, at, sums),
-                (4, false) => accumulate_of::<4, 2>(weights, tile, at, sums),
-                (_, wide) => {
-                    for (weights, sums) in weights.chunks(stride).zip(sums.chunks_mut(dim)) {
-                        match wide {
-                            true => accumulate_of::<1, 4>(weights, tile, at, sums),
-                            false => accumulate_of::<1, 2>(weights, tile, at, sums),
-                        }
-                    }
-                }
-            }
-        }
-    }
-}
-
-/// `R` query rows, `4 C` channels from `at` on.
-#[inline]
-#[target_feature(enable = "neon")]
-fn accumulate_of<const R: usize, const C: usize>(
-    weights: &[f32],
-    tile: LaneBlock<f32>,
-    at: usize,
-    sums: &mut [f32],
-) {
-    let LaneBlock { width: dim, n, stride, .. } = tile;
-    let mut x = [[vdupq_n_f32(0.0); C]; R];
-    let mut w: [&[f32]; R] = [&[]; R];
-    for r in 0..R {
-        w[r] = &weights[r * stride..][..n];
-        let sums = sums[r * dim + at..].as_chunks().0;
-        for c in 0..C {
-            x[r][c] = load(&sums[c]);
-        }
-    }
-    for (t, row) in tile.rows.chunks_exact(dim).take(n).enumerate() {
-        let row = row[at..][..4 * C].as_chunks().0;
-        for c in 0..C {
-            let v = load(&row[c]);
-            for r in 0..R {
-                x[r][c] = vfmaq_n_f32(x[r][c], v, w[r][t]);
-            }
-        }
-    }
-    for r in 0..R {
-        let sums = sums[r * dim + at..].as_chunks_mut().0;
-        for c in 0..C {
-            store(&mut sums[c], x[r][c]);
-        }
-    }
-}
+accumulate!("neon", 4 x [4, 2], vdupq_n_f32(0.0), |w, v, sum| vfmaq_n_f32(sum, v, w));
 
 #[target_feature(enable = "neon")]
 pub(super) fn integer_scores(grid: &Small, queries: &Bytes, codes: LaneBlock<u32>, out: &mut [f32]) {

@@ -2,7 +2,7 @@
 
 use super::backend::Backend;
 use super::plan::Launch;
-use super::{Device, Source};
+use super::{Gpu, KernelSource};
 use crate::error::{Error, Result};
 use mlx_rs::Array;
 use std::cell::RefCell;
@@ -12,10 +12,10 @@ use std::rc::Rc;
 /// Runs launches in another way than MLX does.
 type Elsewhere = dyn Fn(&Launch, &[&Array]) -> Result<Vec<Array>>;
 
-/// The kernels of a device.
+/// The kernels of a GPU.
 #[derive(Default)]
 pub struct Kernels {
-    device: Device,
+    gpu: Option<Gpu>,
     made: RefCell<HashMap<&'static str, Rc<dyn Backend>>>,
     elsewhere: Option<Box<Elsewhere>>,
 }
@@ -23,26 +23,23 @@ pub struct Kernels {
 impl Kernels {
     /// Kernels of the GPU that MLX runs on, if this build has any for it.
     pub fn current() -> Kernels {
-        Kernels { device: Device::current(), ..Kernels::default() }
+        Kernels { gpu: Gpu::current(), ..Kernels::default() }
     }
 
-    /// Kernels of a device whose launches `run` takes: how the calls of the graph are tested without a GPU.
-    pub fn elsewhere(
-        device: Device,
-        run: impl Fn(&Launch, &[&Array]) -> Result<Vec<Array>> + 'static,
-    ) -> Kernels {
-        Kernels { device, elsewhere: Some(Box::new(run)), ..Kernels::default() }
+    /// Kernels of a GPU whose launches `run` takes: how the calls of the graph are tested without a GPU.
+    pub fn elsewhere(gpu: Gpu, run: impl Fn(&Launch, &[&Array]) -> Result<Vec<Array>> + 'static) -> Kernels {
+        Kernels { gpu: Some(gpu), elsewhere: Some(Box::new(run)), ..Kernels::default() }
     }
 
-    /// The device; [`Device::Cpu`] has no kernels.
-    pub fn device(&self) -> Device {
-        self.device
+    /// The GPU; without one nothing has a kernel.
+    pub fn gpu(&self) -> Option<Gpu> {
+        self.gpu
     }
 
     /// Runs a launch: lazy, as every operation of MLX. A text that does not compile is an error of the evaluation.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] without a GPU, [`Error::Shape`] for inputs that are not those of the text, [`Error::Mlx`].
+    /// [`Error::Unsupported`] without a GPU, [`Error::Shape`] for inputs that do not match the kernel's arguments, [`Error::Mlx`].
     pub fn run(&self, launch: &Launch, inputs: &[&Array]) -> Result<Vec<Array>> {
         let names = launch.source.inputs;
         if inputs.len() != names.len() {
@@ -56,7 +53,7 @@ impl Kernels {
         let kernel = match known {
             Some(kernel) => kernel,
             None => {
-                let kernel = make(launch.source, self.device)?;
+                let kernel = make(launch.source, self.gpu)?;
                 self.made.borrow_mut().insert(launch.source.name, kernel.clone());
                 kernel
             }
@@ -65,27 +62,27 @@ impl Kernels {
     }
 }
 
-impl Device {
+impl Gpu {
     /// The GPU that MLX runs on, where this build has kernels for it.
-    pub fn current() -> Device {
-        let device = match (super::METAL && cfg!(target_os = "macos"), cfg!(feature = "cuda")) {
-            (true, _) => Device::Metal,
-            (_, true) => Device::Cuda,
-            _ => return Device::Cpu,
+    pub fn current() -> Option<Gpu> {
+        let gpu = match (super::METAL && cfg!(target_os = "macos"), cfg!(feature = "cuda")) {
+            (true, _) => Gpu::Metal,
+            (_, true) => Gpu::Cuda,
+            _ => return None,
         };
-        if crate::engine::mlx::arrays::on_gpu() { device } else { Device::Cpu }
+        crate::engine::mlx::arrays::on_gpu().then_some(gpu)
     }
 }
 
-fn make(source: &'static Source, device: Device) -> Result<Rc<dyn Backend>> {
-    match device {
+fn make(source: &'static KernelSource, gpu: Option<Gpu>) -> Result<Rc<dyn Backend>> {
+    match gpu {
         #[cfg(any(feature = "metal", all(feature = "mlx", target_os = "macos")))]
-        Device::Metal => Ok(Rc::new(super::metal::Metal::new(source)?)),
+        Some(Gpu::Metal) => Ok(Rc::new(super::metal::Metal::new(source)?)),
         #[cfg(feature = "cuda")]
-        Device::Cuda => Ok(Rc::new(super::cuda::Cuda::new(source)?)),
+        Some(Gpu::Cuda) => Ok(Rc::new(super::cuda::Cuda::new(source)?)),
         _ => Err(Error::Unsupported {
             field: "device",
-            value: format!("{device:?}"),
+            value: gpu.map_or("cpu".into(), |gpu| format!("{gpu:?}")),
             reason: format!("this build has no {} kernel for it", source.name),
         }),
     }

@@ -1,6 +1,6 @@
 //! What a backend of MLX does with a launch.
 
-use super::plan::{Element, Launch};
+use super::plan::{ElementType, Launch};
 use crate::error::Result;
 use mlx_rs::{Array, Dtype};
 
@@ -12,13 +12,13 @@ pub(super) trait Backend {
 
 /// MLX's name of an element type.
 #[cfg_attr(not(any(feature = "metal", feature = "cuda")), allow(dead_code))]
-pub(super) fn dtype(element: Element) -> Dtype {
+pub(super) fn dtype(element: ElementType) -> Dtype {
     match element {
-        Element::F32 => Dtype::Float32,
-        Element::F16 => Dtype::Float16,
-        Element::BF16 => Dtype::Bfloat16,
-        Element::U32 => Dtype::Uint32,
-        Element::U8 => Dtype::Uint8,
-        Element::I32 => Dtype::Int32,
+        ElementType::F32 => Dtype::Float32,
+        ElementType::F16 => Dtype::Float16,
+        ElementType::BF16 => Dtype::Bfloat16,
+        ElementType::U32 => Dtype::Uint32,
+        ElementType::U8 => Dtype::Uint8,
+        ElementType::I32 => Dtype::Int32,
     }
 }

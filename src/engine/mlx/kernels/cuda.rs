@@ -2,7 +2,7 @@
 
 use super::backend::{Backend, dtype};
 use super::plan::{Launch, Value};
-use super::{Device, Source, header};
+use super::{Gpu, KernelSource, header};
 use crate::error::Result;
 use mlx_rs::error::Exception;
 use mlx_rs::{Array, Stream};
@@ -39,11 +39,11 @@ impl Drop for Names {
 }
 
 impl Cuda {
-    pub(super) fn new(source: &Source) -> Result<Cuda> {
+    pub(super) fn new(source: &KernelSource) -> Result<Cuda> {
         // Any operation of mlx-rs installs its error handler; without it mlx-c ends the process on an error.
         drop(Array::from_int(0).reshape(&[1]));
         let (key, body, head) =
-            (text(&source.key(Device::Cuda))?, text(source.body)?, text(&header(Device::Cuda))?);
+            (text(&source.key(Gpu::Cuda))?, text(source.body)?, text(&header(Some(Gpu::Cuda)))?);
         let (inputs, outputs) = (Names::new(source.inputs)?, Names::new(source.outputs)?);
         // SAFETY: all strings and lists outlive the call, and mlx-c copies them. Arrays of the block are declared in the text, so
         // no further shared memory is asked for.

@@ -2,7 +2,7 @@
 
 use super::backend::{Backend, dtype};
 use super::plan::{Launch, Value};
-use super::{Device, Source, header};
+use super::{Gpu, KernelSource, header};
 use crate::error::Result;
 use mlx_rs::Array;
 use mlx_rs::fast::{
@@ -13,14 +13,14 @@ use mlx_rs::fast::{
 pub(super) struct Metal(MetalKernel);
 
 impl Metal {
-    pub(super) fn new(source: &Source) -> Result<Metal> {
+    pub(super) fn new(source: &KernelSource) -> Result<Metal> {
         // The texts follow strides, so whole-capacity buffers and views of them go in without a copy.
         let options = MetalKernelOptions {
-            header: header(Device::Metal),
+            header: header(Some(Gpu::Metal)),
             ensure_row_contiguous: false,
             atomic_outputs: false,
         };
-        let key = source.key(Device::Metal);
+        let key = source.key(Gpu::Metal);
         Ok(Metal(MetalKernel::new(&key, source.inputs, source.outputs, source.body, options)?))
     }
 }

@@ -1,11 +1,11 @@
 //! Launches of kernels: template values, grid, outputs and the small arrays of a call, from sizes alone.
 
-use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, ENTER, FINISH, Form, Kind, MERGE, Source};
+use super::{ATTEND, DEQUANTIZE, ENCODE, ENCODE_TRELLIS, ENTER, FINISH, Form, KernelSource, Kind, MERGE};
 use crate::spec::{ScaleFormat, ScaleRule};
 
-/// Element types of arguments.
+/// ElementType types of arguments.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
-pub enum Element {
+pub enum ElementType {
     /// f32.
     F32,
     /// IEEE half.
@@ -26,14 +26,14 @@ pub enum Value {
     /// A number.
     Int(i32),
     /// A type.
-    Type(Element),
+    Type(ElementType),
 }
 
 /// A call of a kernel but for its arrays.
 #[derive(Clone, Debug)]
 pub struct Launch {
     /// The text.
-    pub source: &'static Source,
+    pub source: &'static KernelSource,
     /// Template values by name; every new list is a compilation.
     pub template: Vec<(&'static str, Value)>,
     /// Threads.
@@ -41,7 +41,7 @@ pub struct Launch {
     /// Threads of a threadgroup.
     pub group: [usize; 3],
     /// Outputs: element type and shape.
-    pub outputs: Vec<(Element, Vec<usize>)>,
+    pub outputs: Vec<(ElementType, Vec<usize>)>,
 }
 
 /// Threads of a simdgroup.
@@ -104,7 +104,7 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
     let fill = (ENOUGH / (pass.batch * pass.heads * groups).max(1)).max(1);
     let shares = pass.tokens.div_ceil(2 * tile * stripes).clamp(1, fill.min(MOST_PARTS));
     let narrow = |n: i64| n.clamp(i32::MIN.into(), i32::MAX.into()) as i32;
-    // A place far outside the segment behaves as one just outside, and sums with it must not overflow.
+    // Clamped to +-2^30: the kernel adds L and the window in i32, and every position outside of the segment gives the same mask.
     let edge = 1i64 << 30;
     let place = [
         pass.queries as i32,
@@ -145,8 +145,8 @@ pub fn attend(keys: Form, values: Form, pass: &Pass) -> Option<(Launch, [i32; 10
         grid: [WIDTH * shares, group[1] * pass.heads * groups, pass.batch],
         group,
         outputs: vec![
-            (Element::F32, [&rows[..], &[values.channels()]].concat()),
-            (Element::F32, [&rows[..], &[2]].concat()),
+            (ElementType::F32, [&rows[..], &[values.channels()]].concat()),
+            (ElementType::F32, [&rows[..], &[2]].concat()),
         ],
     };
     Some((launch, place))
@@ -158,7 +158,7 @@ pub fn merge(
     rows: [usize; 3],
     parts: usize,
     dim: usize,
-    out: Element,
+    out: ElementType,
     sinks: bool,
     divide: bool,
 ) -> (Launch, [i32; 5]) {
@@ -171,7 +171,7 @@ pub fn merge(
         group: [128, 1, 1],
         outputs: vec![
             (out, vec![batch, heads, queries, dim]),
-            (Element::F32, vec![batch, heads, queries, 2]),
+            (ElementType::F32, vec![batch, heads, queries, 2]),
         ],
     };
     (launch, counts)
@@ -209,7 +209,7 @@ impl Around {
         std::array::from_fn(|i| if i < 3 { sizes[i] } else { flags[i - 3] })
     }
 
-    /// Threads, one a channel, and the template.
+    /// Threads, one per channel, and the template.
     fn launch(self, form: Form, turn: Turn) -> (usize, Vec<(&'static str, Value)>) {
         let threads = form.channels().next_multiple_of(WIDTH);
         let [order, order2] = turn.rotation.unwrap_or([1; 2]);
@@ -233,8 +233,8 @@ pub fn enter(form: Form, turn: Turn, around: Around) -> (Launch, [i32; 7]) {
         grid: [threads * batch * heads * queries, 1, 1],
         group: [threads, 1, 1],
         outputs: vec![
-            (Element::F32, vec![batch, heads, queries, form.channels()]),
-            (Element::F32, vec![batch, heads, queries, 1]),
+            (ElementType::F32, vec![batch, heads, queries, form.channels()]),
+            (ElementType::F32, vec![batch, heads, queries, 1]),
         ],
     };
     (launch, around.place(turn))
@@ -246,7 +246,7 @@ pub fn finish(
     turn: Turn,
     around: Around,
     parts: [usize; 3],
-    (out, sinks): (Element, bool),
+    (out, sinks): (ElementType, bool),
 ) -> Option<(Launch, [i32; 11])> {
     if parts.iter().sum::<usize>() > MOST_PARTS || form.channels() > super::MOST_CHANNELS {
         return None;
@@ -271,7 +271,7 @@ pub fn finish(
 }
 
 /// Unpacks rows [B, H, T, D] in the rotated domain.
-pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: Element) -> Launch {
+pub fn dequantize(form: Form, [batch, heads, tokens]: [usize; 3], out: ElementType) -> Launch {
     Launch {
         source: &DEQUANTIZE,
         template: vec![
@@ -302,8 +302,8 @@ pub fn encode(
     };
     let threads = threads.next_multiple_of(WIDTH);
     let stored = match format {
-        ScaleFormat::F16 => Element::F16,
-        ScaleFormat::Log8 | ScaleFormat::Wide8 => Element::U8,
+        ScaleFormat::F16 => ElementType::F16,
+        ScaleFormat::Log8 | ScaleFormat::Wide8 => ElementType::U8,
     };
     let rule = match rule {
         ScaleRule::Plain => 0,
@@ -322,7 +322,7 @@ pub fn encode(
         grid: [threads * tokens, heads, batch],
         group: [threads, 1, 1],
         outputs: vec![
-            (Element::U32, vec![batch, heads, tokens, form.words()]),
+            (ElementType::U32, vec![batch, heads, tokens, form.words()]),
             (stored, vec![batch, heads, tokens, 1]),
         ],
     };

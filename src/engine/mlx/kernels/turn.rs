@@ -1,4 +1,4 @@
-//! The rotations of a codec as the kernels around attention read them: into the domain of keys, and out of that of values.
+//! The rotations of a codec as the kernels around attention read them: into the domain of keys, and out of the domain of values.
 
 use super::{Form, MOST_CHANNELS};
 use crate::codec::Codec;
