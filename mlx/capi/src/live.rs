@@ -1,7 +1,7 @@
 //! Caches behind a model that runs elsewhere: append and attend in one call, for several sequences; copies; bytes that outlive them.
 //!
-//! The bytes of a cache are a safetensors file: the arrays of its groups of heads, named `GROUP.NAME`, and in the metadata the version,
-//! the heads of each group and its scalars.
+//! The bytes of a cache are a safetensors file: the arrays of its groups of heads, named `GROUP.NAME`, and in the metadata one JSON text
+//! with the version, the heads of each group and its scalars. Equal caches give equal bytes.
 
 use super::cache::{Layer, tmq_cache};
 use super::rows::{by_token, tensor, tmq_rows};
@@ -10,7 +10,7 @@ use super::{Failure, by_mut, by_ref, give, guard, known, null, write};
 use half::{bf16, f16};
 use safetensors::{Dtype, SafeTensors, View};
 use std::borrow::Cow;
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use turbomoq::cache::{GroupsState, HeadGroups, LayerShape, State};
 use turbomoq::{Cpu, Element, Error, Recipe, Rules, Tensor};
 
@@ -228,6 +228,8 @@ pub unsafe extern "C" fn tmq_cache_load(data: *const u8, len: usize, out: *mut *
 }
 
 const VERSION: &str = "1";
+/// The entry of the metadata that has everything but the arrays.
+const META: &str = "turbomoq_cache";
 
 /// An array as safetensors writes it.
 struct Stored<'a>(&'a Tensor, Dtype);
@@ -252,7 +254,7 @@ fn unreadable(error: impl std::fmt::Display) -> Failure {
 }
 
 fn save(layer: &Layer) -> Result<Vec<u8>, Failure> {
-    let mut meta: HashMap<String, String> = [("version".into(), VERSION.into())].into();
+    let mut meta: BTreeMap<String, String> = [("version".into(), VERSION.into())].into();
     let state = match layer {
         Layer::Empty { recipe, layer, shape } => {
             let LayerShape { key_dim, value_dim } = *shape;
@@ -273,14 +275,18 @@ fn save(layer: &Layer) -> Result<Vec<u8>, Failure> {
             arrays.push((format!("{i}.{name}"), Stored(x, dtype(x))));
         }
     }
-    safetensors::serialize(arrays, Some(meta)).map_err(unreadable)
+    // One text, since a table of texts would be written in an order of its own each time.
+    let meta = serde_json::to_string(&meta).map_err(unreadable)?;
+    safetensors::serialize(arrays, Some([(META.to_string(), meta)].into())).map_err(unreadable)
 }
 
 fn load(bytes: &[u8]) -> Result<Layer, Failure> {
     let file = SafeTensors::deserialize(bytes).map_err(unreadable)?;
     let (_, header) = SafeTensors::read_metadata(bytes).map_err(unreadable)?;
-    let meta = header.metadata().as_ref();
-    let text = |name: &str| meta.and_then(|meta| meta.get(name));
+    let meta = header.metadata().as_ref().and_then(|meta| meta.get(META));
+    let meta = meta.ok_or_else(|| unreadable(format!("there is no {META}")))?;
+    let meta: BTreeMap<String, String> = serde_json::from_str(meta).map_err(unreadable)?;
+    let text = |name: &str| meta.get(name);
     let need = |name: &str| text(name).ok_or_else(|| unreadable(format!("there is no {name}")));
     if need("version")? != VERSION {
         return Err(unreadable(format!("version {}, this library reads {VERSION}", need("version")?)));

@@ -27,14 +27,14 @@ def convert(
 ) -> list[Any]:
     """A prompt cache whose plain layers are packed, with what they hold: by a recipe, or by `options`, those of `TurboMoqCache`.
 
-    Only layers that are exactly mlx-lm's `KVCache` change, in a `CacheList` too; all others are the same objects. `exempt` leaves out
+    Only layers that are exactly mlx-lm's `KVCache` change, and the one in a `CacheList` that has no other rows; all others are the same objects. `exempt` leaves out
     plain layers by their ordinal among layers with keys and values (from 0), `exact_last` the last of them. Warns if there is no plain
     layer. A recipe's plan by layer counts those ordinals too.
     """
     if recipe is not None and options:
         raise Unsupported(f"{', '.join(sorted(options))} beside a recipe: the recipe says it, as in best@3,sinks=4,window=128")
     parts = [part for entry in cache for part in leaves(entry)]
-    plain = [i for i, part in enumerate(parts) if type(part) is KVCache]
+    plain = [part for entry in cache for part in _plain(entry)]
     if cache and not plain and not any(isinstance(part, (TurboMoqCache, RecipeCache)) for part in parts):
         kinds = ", ".join(sorted({type(entry).__name__ for entry in cache}))
         warnings.warn(f"nothing is packed: no layer is a KVCache, only {kinds}", stacklevel=2)
@@ -45,24 +45,26 @@ def convert(
     left_out = {*exempt}
     if bad := [n for n in left_out if not 0 <= n < count]:
         raise Unsupported(f"exempt layer {bad[0]}: the model has {count} layers with keys and values")
-    left_out |= {ordinals[id(parts[plain[-1]])]} if exact_last and plain else set()
+    left_out |= {ordinals[id(plain[-1])]} if exact_last and plain else set()
+    chosen = {id(part) for part in plain if ordinals[id(part)] not in left_out}
 
     def packed(part: Any, layer: int) -> Any:
-        if isinstance(part, CacheList):
-            return CacheList(*(packed(inner, layer) for inner in part.caches)) if any(map(changes, part.caches)) else part
-        if not changes(part):
+        if isinstance(part, CacheList) and any(id(inner) in chosen for inner in part.caches):
+            return CacheList(*(packed(inner, layer) for inner in part.caches))
+        if id(part) not in chosen:
             return part
         new = TurboMoqCache(layer=layer, **options) if recipe is None else RecipeCache(recipe, ordinals[id(part)])
         if part.offset:
             new.update_and_fetch(part.keys[:, :, : part.offset], part.values[:, :, : part.offset])
         return new
 
-    def changes(part: Any) -> bool:
-        if isinstance(part, CacheList):
-            return any(map(changes, part.caches))
-        return type(part) is KVCache and ordinals[id(part)] not in left_out
-
     return [packed(entry, layer) for layer, entry in enumerate(cache)]
+
+
+def _plain(entry: Any) -> list[Any]:
+    """The caches of a layer that can be packed. Models with several caches of rows in a layer, such as an indexer, reach into them."""
+    inner = entry.caches if isinstance(entry, CacheList) else (entry,)
+    return [part for part in inner if type(part) is KVCache] if sum(isinstance(part, ROWS) for part in inner) == 1 else []
 
 
 def leaves(entry: Any) -> Iterator[Any]:
