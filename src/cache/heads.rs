@@ -228,16 +228,6 @@ impl<E: Engine + Clone> HeadGroups<E> {
         self.put_back(&outs, share)
     }
 
-    /// See [`LayerCache::fetch`].
-    ///
-    /// # Errors
-    /// As [`LayerCache::fetch`].
-    pub fn fetch(&self) -> Result<(E::Tensor, E::Tensor)> {
-        let parts = self.groups.iter().map(|(_, cache)| cache.fetch()).collect::<Result<Vec<_>>>()?;
-        let (keys, values): (Vec<_>, Vec<_>) = parts.into_iter().unzip();
-        Ok((self.put_back(&keys, 1)?, self.put_back(&values, 1)?))
-    }
-
     /// See [`LayerCache::trim`].
     ///
     /// # Errors
