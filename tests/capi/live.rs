@@ -122,7 +122,9 @@ fn caches_of_c_and_of_rust_answer_the_same() {
         assert_eq!(tmq_cache_trim(copy, 7, null_mut()), TMQ_OK);
         assert_eq!((info(copy).offset, info(cache).offset), (300, 307));
         assert_eq!(saved(cache), bytes);
-        [cache, again, copy].map(|cache| tmq_cache_free(cache));
+        for cache in [cache, again, copy] {
+            tmq_cache_free(cache);
+        }
     }
 }
 
@@ -179,8 +181,10 @@ fn several_sequences_in_one_call_are_each_as_alone() {
     assert_eq!(unsafe { tmq_cache_trim(caches[0], 200, null_mut()) }, TMQ_OK);
     assert_eq!(call(&q), TMQ_OK);
     assert_eq!(outs, alone);
-    // SAFETY: freed once.
-    unsafe { caches.map(|cache| tmq_cache_free(cache)) };
+    for cache in caches {
+        // SAFETY: freed once.
+        unsafe { tmq_cache_free(cache) };
+    }
 }
 
 #[test]
