@@ -5,3 +5,4 @@ pub mod files;
 #[cfg(unix)]
 pub(crate) mod folders;
 pub mod prompt_cache;
+pub mod saved_cache;

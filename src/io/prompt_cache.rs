@@ -5,6 +5,7 @@
 //! the layout that is asked for. Recurrent state and lists of caches pass through.
 
 pub mod affine;
+mod by_recipe;
 mod class;
 mod container;
 mod image;

@@ -44,7 +44,7 @@ def folder_of(name, folder):
     return folder
 
 
-def words(n, seed):
+def some_words(n, seed):
     return " ".join(f"w{i}" for i in np.random.default_rng(seed).integers(0, 95, n))
 
 
@@ -79,7 +79,7 @@ def server(model, *options):
 def serve(folder):
     """Eight requests at once, of different lengths, get the answers that they get one by one; a prompt that goes on is found again."""
     model = folder_of("llama", folder)
-    prompts = [words(n, n) for n in (3, 20, 64, 130, 150, 210, 260, 300)]
+    prompts = [some_words(n, n) for n in (3, 20, 64, 130, 150, 210, 260, 300)]
     said = lambda reply: reply["choices"][0]["text"]
     with server(model, "--kv", "best@3,window=32") as ask:
         alone = [said(ask(prompt)) for prompt in prompts]
@@ -87,7 +87,7 @@ def serve(folder):
     with server(model, "--kv", "best@3,window=32") as ask, concurrent.futures.ThreadPoolExecutor(8) as pool:
         together = list(pool.map(ask, prompts))
         assert [said(reply) for reply in together] == alone
-        more = prompts[-1] + " " + alone[-1] + " " + words(5, 9)
+        more = prompts[-1] + " " + alone[-1] + " " + some_words(5, 9)
         reply = ask(more)
         cached = reply["usage"].get("prompt_tokens_details", {}).get("cached_tokens", 0)
         assert cached >= 300, (cached, reply["usage"])
@@ -103,7 +103,7 @@ def commands(folder):
         assert (done.returncode != 0) == fails, (done.stdout[-2000:], done.stderr[-2000:])
         return done.stdout + done.stderr
 
-    text = words(200, 5)
+    text = some_words(200, 5)
     generate = ["--model", str(model), "--prompt", text, "--max-tokens", "12", "--temp", "0", "--ignore-chat-template"]
     answer = lambda out: out.split("==========")[1].split()
     install()

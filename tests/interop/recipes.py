@@ -7,7 +7,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 from architectures import MODELS, logits, tiny
-from cache_contract import error, numbers, refused, rows, same
+from cache_contract import OLD, error, numbers, refused, rows, same
 from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_step
 from mlx_lm.models import base
 from mlx_lm.models import cache as C
@@ -192,3 +192,30 @@ def leaves(entry):
     from turbomoq_mlx.convert import leaves
 
     return leaves(entry)
+
+
+def saved_recipes(folder):
+    """Leaves recipe caches in a file: one with tokens, one of two sequences, an empty one; and what they unpack to."""
+    caches = [RecipeCache("best@3,window=16", 0), RecipeCache("turbomoq@4,sinks=2,window=0", 1), RecipeCache("best@2", 2)]
+    caches[0].update_and_fetch(*rows(300, 1))
+    caches[1].update_and_fetch(*rows(300, 2, batch=2, dtype=mx.float32))
+    kept = caches if not OLD else caches[:2]
+    C.save_prompt_cache(f"{folder}/recipes.safetensors", kept, {"text": "é"})
+    np.savez(f"{folder}/recipes.npz", *(numbers(a) for c in caches[:2] for a in c.keys_and_values()))
+
+
+def carried_recipes(folder):
+    """The file in this release's layout: the same caches, which go on."""
+    caches, metadata = C.load_prompt_cache(f"{folder}/recipes.safetensors", return_metadata=True)
+    assert metadata == {"text": "é"} and all(type(c) is RecipeCache for c in caches)
+    held = [numbers(a) for c in caches[:2] for a in c.keys_and_values()]
+    assert same(held, np.load(f"{folder}/recipes.npz").values())
+    caches[0].update_and_fetch(*rows(5, 3))
+    assert caches[0].offset == 305
+
+
+def unpacked_recipes(folder):
+    """The rows as plain caches, as this package unpacks them itself."""
+    caches = C.load_prompt_cache(f"{folder}/plain.safetensors")
+    held = [numbers(a) for c in caches[:2] for a in (c.keys[:, :, : c.offset], c.values[:, :, : c.offset])]
+    assert all(type(c) is C.KVCache for c in caches) and same(held, np.load(f"{folder}/recipes.npz").values())

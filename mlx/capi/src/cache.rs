@@ -6,31 +6,25 @@ use super::tmq_status::{self, TMQ_NON_FINITE};
 use super::{Failure, answer, by_mut, by_ref, free, give, guard, text, write};
 use std::ffi::c_char;
 use turbomoq::cache::{HeadGroups, LayerShape};
+use turbomoq::internals::io::saved_cache::SavedCache;
 use turbomoq::{Cpu, Error, Recipe, Rules, Side, Stored, Tensor};
 
 /// The cache of one layer.
-pub struct tmq_cache(pub(super) Layer);
+pub struct tmq_cache(pub(super) SavedCache);
 
-/// The cache, or what it will be made from: the first rows say how many heads there are.
-#[derive(Clone)]
-pub(super) enum Layer {
-    Empty { recipe: Recipe, layer: usize, shape: LayerShape },
-    Held(HeadGroups<Cpu>),
-}
-
-impl Layer {
+impl tmq_cache {
     /// The cache for keys [1, H, T, D], made if this is their first call. If `call` fails then, there is none as before.
     pub(super) fn open<R>(
         &mut self,
         keys: &Tensor,
         call: impl FnOnce(&mut HeadGroups<Cpu>) -> Result<R, Error>,
     ) -> Result<R, Failure> {
-        match self {
-            Layer::Held(cache) => Ok(call(cache)?),
-            Layer::Empty { recipe, layer, shape } => {
+        match &mut self.0 {
+            SavedCache::Held(cache) => Ok(call(cache)?),
+            SavedCache::Empty { recipe, layer, shape } => {
                 let mut cache = HeadGroups::new(Cpu, recipe, *layer, *shape, keys.shape()[1])?;
                 let done = call(&mut cache)?;
-                *self = Layer::Held(cache);
+                self.0 = SavedCache::Held(cache);
                 Ok(done)
             }
         }
@@ -39,15 +33,15 @@ impl Layer {
     /// The cache, to be read.
     pub(super) fn held(&self) -> Result<&HeadGroups<Cpu>, Failure> {
         let none = || Error::Shape { what: "cache", expected: "at least one append".into(), got: vec![0] };
-        match self {
-            Layer::Held(cache) => Ok(cache),
-            Layer::Empty { .. } => Err(none().into()),
+        match &self.0 {
+            SavedCache::Held(cache) => Ok(cache),
+            SavedCache::Empty { .. } => Err(none().into()),
         }
     }
 
     fn info(&self, struct_size: usize) -> tmq_cache_info {
         let mut info = tmq_cache_info { struct_size, tokens: 0, offset: 0, bytes: 0, packed: 0 };
-        let Layer::Held(groups) = self else { return info };
+        let SavedCache::Held(groups) = &self.0 else { return info };
         (info.offset, info.bytes) = (groups.offset(), groups.nbytes());
         if let Some((_, cache)) = groups.groups().next() {
             info.tokens = cache.len();
@@ -94,7 +88,7 @@ pub unsafe extern "C" fn tmq_cache_new(
                 recipe.spec(Side::Key, layer, key_dim)?;
                 recipe.spec(Side::Value, layer, value_dim)?;
             }
-            Ok(tmq_cache(Layer::Empty { recipe, layer, shape: LayerShape { key_dim, value_dim } }))
+            Ok(tmq_cache(SavedCache::Empty { recipe, layer, shape: LayerShape { key_dim, value_dim } }))
         })
     })
 }
@@ -112,7 +106,7 @@ pub unsafe extern "C" fn tmq_cache_append(
         let (keys, values) = (tensor(keys, "keys")?, tensor(values, "values")?);
         finite(&keys, "keys")?;
         finite(&values, "values")?;
-        cache.0.open(&keys, |cache| cache.append(&keys, &values))
+        cache.open(&keys, |cache| cache.append(&keys, &values))
     })
 }
 
@@ -133,7 +127,7 @@ pub unsafe extern "C" fn tmq_cache_attend(
             return Err(Failure(TMQ_NON_FINITE, format!("scale is {scale}")));
         }
         let queries = tensor(queries, "queries")?;
-        write(out, len, &by_token(&cache.0.held()?.attend(&queries, &Rules::causal(scale))?)?)
+        write(out, len, &by_token(&cache.held()?.attend(&queries, &Rules::causal(scale))?)?)
     })
 }
 
@@ -147,8 +141,8 @@ pub unsafe extern "C" fn tmq_cache_trim(
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         let n = match &mut by_mut(cache, "cache")?.0 {
-            Layer::Held(cache) => cache.trim(tokens)?,
-            Layer::Empty { .. } => 0,
+            SavedCache::Held(cache) => cache.trim(tokens)?,
+            SavedCache::Empty { .. } => 0,
         };
         if let Some(dropped) = dropped.as_mut() {
             *dropped = n;
@@ -165,7 +159,7 @@ pub unsafe extern "C" fn tmq_cache_get_info(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let cache = &by_ref(cache, "cache")?.0;
+        let cache = by_ref(cache, "cache")?;
         answer(info, "info", |struct_size| cache.info(struct_size))
     })
 }

@@ -1,18 +1,11 @@
 //! Caches behind a model that runs elsewhere: append and attend in one call, for several sequences; copies; bytes that outlive them.
-//!
-//! The bytes of a cache are a safetensors file: the arrays of its groups of heads, named `GROUP.NAME`, and in the metadata one JSON text
-//! with the version, the heads of each group and its scalars. Equal caches give equal bytes.
 
-use super::cache::{Layer, tmq_cache};
+use super::cache::tmq_cache;
 use super::rows::{by_token, tensor, tmq_rows};
-use super::tmq_status::{self, TMQ_NON_FINITE, TMQ_PARSE, TMQ_SHAPE, TMQ_UNSUPPORTED};
+use super::tmq_status::{self, TMQ_NON_FINITE, TMQ_SHAPE};
 use super::{Failure, by_mut, by_ref, give, guard, known, null, write};
-use half::{bf16, f16};
-use safetensors::{Dtype, SafeTensors, View};
-use std::borrow::Cow;
-use std::collections::BTreeMap;
-use turbomoq::cache::{GroupsState, HeadGroups, LayerShape, State};
-use turbomoq::{Cpu, Element, Error, Recipe, Rules, Tensor};
+use turbomoq::internals::io::saved_cache::SavedCache;
+use turbomoq::{Rules, Tensor};
 
 /// Which tokens queries see, and how scores are formed.
 #[repr(C)]
@@ -103,8 +96,8 @@ pub unsafe extern "C" fn tmq_caches_update_and_attend(
                 tensor(values.wrapping_add(i), "values")?,
             );
             let offset = match &cache.0 {
-                Layer::Held(cache) => cache.offset(),
-                Layer::Empty { .. } => 0,
+                SavedCache::Held(cache) => cache.offset(),
+                SavedCache::Empty { .. } => 0,
             };
             let (heads, new) = (q.shape()[1], q.shape()[2]);
             let rules = rules_of(rules.wrapping_add(i), [heads, new, offset + new])?;
@@ -112,7 +105,7 @@ pub unsafe extern "C" fn tmq_caches_update_and_attend(
                 let floats = heads * new * v.shape()[3];
                 return Err(Failure(TMQ_SHAPE, format!("out has {} floats, not {floats}", *lens.add(i))));
             }
-            let out = cache.0.open(&k, |cache| cache.update_and_attend(&q, &k, &v, &rules))?;
+            let out = cache.open(&k, |cache| cache.update_and_attend(&q, &k, &v, &rules))?;
             write(*outs.add(i), *lens.add(i), &by_token(&out)?)?;
         }
         Ok(())
@@ -129,7 +122,7 @@ pub unsafe extern "C" fn tmq_cache_extend(
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         let (keys, values) = (tensor(keys, "keys")?, tensor(values, "values")?);
-        by_mut(cache, "cache")?.0.open(&keys, |cache| cache.append(&keys, &values))
+        by_mut(cache, "cache")?.open(&keys, |cache| cache.append(&keys, &values))
     })
 }
 
@@ -144,7 +137,7 @@ pub unsafe extern "C" fn tmq_cache_attend_by_rules(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let (cache, q) = (by_ref(cache, "cache")?.0.held()?, tensor(queries, "queries")?);
+        let (cache, q) = (by_ref(cache, "cache")?.held()?, tensor(queries, "queries")?);
         let rules = rules_of(rules, [q.shape()[1], q.shape()[2], cache.offset()])?;
         write(out, len, &by_token(&cache.attend(&q, &rules)?)?)
     })
@@ -161,7 +154,7 @@ pub unsafe extern "C" fn tmq_cache_fetch(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let (k, v) = by_ref(cache, "cache")?.0.held()?.fetch()?;
+        let (k, v) = by_ref(cache, "cache")?.held()?.fetch()?;
         if !keys.is_null() {
             write(keys, keys_len, &k.to_f32()?)?;
         }
@@ -186,7 +179,7 @@ pub struct tmq_bytes(Vec<u8>);
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_save(cache: *const tmq_cache, out: *mut *mut tmq_bytes) -> tmq_status {
     // SAFETY: as the caller vouches.
-    guard(|| unsafe { give(out, || Ok(tmq_bytes(save(&by_ref(cache, "cache")?.0)?))) })
+    guard(|| unsafe { give(out, || Ok(tmq_bytes(by_ref(cache, "cache")?.0.to_bytes()?))) })
 }
 
 /// Number of the bytes.
@@ -222,120 +215,7 @@ pub unsafe extern "C" fn tmq_cache_load(data: *const u8, len: usize, out: *mut *
             if data.is_null() {
                 return Err(null("data"));
             }
-            Ok(tmq_cache(load(std::slice::from_raw_parts(data, len))?))
+            Ok(tmq_cache(SavedCache::from_bytes(std::slice::from_raw_parts(data, len))?))
         })
-    })
-}
-
-const VERSION: &str = "1";
-/// The entry of the metadata that has everything but the arrays.
-const META: &str = "turbomoq_cache";
-
-/// An array as safetensors writes it.
-struct Stored<'a>(&'a Tensor, Dtype);
-
-impl View for Stored<'_> {
-    fn dtype(&self) -> Dtype {
-        self.1
-    }
-    fn shape(&self) -> &[usize] {
-        self.0.shape()
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        self.0.row_major_bytes()
-    }
-    fn data_len(&self) -> usize {
-        self.0.nbytes()
-    }
-}
-
-fn unreadable(error: impl std::fmt::Display) -> Failure {
-    Failure(TMQ_PARSE, format!("a saved cache: {error}"))
-}
-
-fn save(layer: &Layer) -> Result<Vec<u8>, Failure> {
-    let mut meta: BTreeMap<String, String> = [("version".into(), VERSION.into())].into();
-    let state = match layer {
-        Layer::Empty { recipe, layer, shape } => {
-            let LayerShape { key_dim, value_dim } = *shape;
-            let empty = (recipe, layer, key_dim, value_dim);
-            meta.insert("empty".into(), serde_json::to_string(&empty).map_err(unreadable)?);
-            GroupsState { groups: vec![], heads: vec![] }
-        }
-        Layer::Held(cache) => {
-            let state = cache.state()?;
-            meta.insert("heads".into(), serde_json::to_string(&state.heads).map_err(unreadable)?);
-            state
-        }
-    };
-    let mut arrays = vec![];
-    for (i, group) in state.groups.iter().enumerate() {
-        meta.insert(i.to_string(), group.meta.clone());
-        for (name, x) in &group.arrays {
-            arrays.push((format!("{i}.{name}"), Stored(x, dtype(x))));
-        }
-    }
-    // One text, since a table of texts would be written in an order of its own each time.
-    let meta = serde_json::to_string(&meta).map_err(unreadable)?;
-    safetensors::serialize(arrays, Some([(META.to_string(), meta)].into())).map_err(unreadable)
-}
-
-fn load(bytes: &[u8]) -> Result<Layer, Failure> {
-    let file = SafeTensors::deserialize(bytes).map_err(unreadable)?;
-    let (_, header) = SafeTensors::read_metadata(bytes).map_err(unreadable)?;
-    let meta = header.metadata().as_ref().and_then(|meta| meta.get(META));
-    let meta = meta.ok_or_else(|| unreadable(format!("there is no {META}")))?;
-    let meta: BTreeMap<String, String> = serde_json::from_str(meta).map_err(unreadable)?;
-    let text = |name: &str| meta.get(name);
-    let need = |name: &str| text(name).ok_or_else(|| unreadable(format!("there is no {name}")));
-    if need("version")? != VERSION {
-        return Err(unreadable(format!("version {}, this library reads {VERSION}", need("version")?)));
-    }
-    if let Some(empty) = text("empty") {
-        let (recipe, layer, key_dim, value_dim): (Recipe, usize, usize, usize) =
-            serde_json::from_str(empty).map_err(unreadable)?;
-        return Ok(Layer::Empty { recipe, layer, shape: LayerShape { key_dim, value_dim } });
-    }
-    let heads: Vec<Vec<usize>> = serde_json::from_str(need("heads")?).map_err(unreadable)?;
-    let mut groups = vec![];
-    for i in 0..heads.len() {
-        let (mut arrays, prefix) = (BTreeMap::new(), format!("{i}."));
-        for (name, view) in file.iter() {
-            if let Some(name) = name.strip_prefix(&prefix) {
-                arrays.insert(name.to_string(), array(view.dtype(), view.shape(), view.data())?);
-            }
-        }
-        groups.push(State { arrays, meta: need(&i.to_string())?.clone() });
-    }
-    Ok(Layer::Held(HeadGroups::from_state(Cpu, &GroupsState { groups, heads })?))
-}
-
-fn dtype(x: &Tensor) -> Dtype {
-    match x {
-        Tensor::F32(_) => Dtype::F32,
-        Tensor::F16(_) => Dtype::F16,
-        Tensor::BF16(_) => Dtype::BF16,
-        Tensor::U32(_) => Dtype::U32,
-        Tensor::U8(_) => Dtype::U8,
-        Tensor::I32(_) => Dtype::I32,
-    }
-}
-
-fn array(dtype: Dtype, shape: &[usize], data: &[u8]) -> Result<Tensor, Failure> {
-    fn of<T: Element, const N: usize>(
-        shape: &[usize],
-        data: &[u8],
-        read: impl Fn([u8; N]) -> T,
-    ) -> Result<Tensor, Error> {
-        Tensor::new(shape, data.as_chunks::<N>().0.iter().map(|&x| read(x)).collect())
-    }
-    Ok(match dtype {
-        Dtype::F32 => of(shape, data, f32::from_le_bytes)?,
-        Dtype::F16 => of(shape, data, f16::from_le_bytes)?,
-        Dtype::BF16 => of(shape, data, bf16::from_le_bytes)?,
-        Dtype::U32 => of(shape, data, u32::from_le_bytes)?,
-        Dtype::U8 => Tensor::new(shape, data.to_vec())?,
-        Dtype::I32 => of(shape, data, i32::from_le_bytes)?,
-        other => return Err(Failure(TMQ_UNSUPPORTED, format!("a saved cache with {other:?}"))),
     })
 }

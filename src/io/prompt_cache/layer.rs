@@ -5,9 +5,9 @@
 
 use super::affine::{Packed, check_codec};
 use super::class::{KvClass, Pair};
-use super::packed;
 use super::raw::{RawTensor, byte_len};
 use super::ring::Ring;
+use super::{by_recipe, packed};
 use crate::error::{Error, Result};
 use crate::tensor::Tensor;
 use std::collections::BTreeMap;
@@ -51,7 +51,7 @@ pub enum Layer {
     /// `CacheList`.
     List(Vec<Layer>),
     /// Kept as it is. A `ChunkedKVCache` of 0.31 that dropped tokens: that layout does not say how many of its rows are
-    /// tokens, so it is only passed through, to the same layout. And a `TurboMoqCache`, which both layouts hold.
+    /// tokens, so it is only passed through, to the same layout. And the packed caches of turbomoq's Python package, which both layouts hold.
     Opaque {
         /// Name of the class.
         class: String,
@@ -121,28 +121,30 @@ impl Layer {
             Layer::Quantized { .. } => Some(rows),
             Layer::Rotating { ring, .. } => Some(ring.offset),
             Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::tokens(tensors),
+            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => by_recipe::tokens(tensors),
             _ => None,
         }
     }
 
-    /// Whether the layer is a `TurboMoqCache`, the packed cache of turbomoq's Python package, or a list with one in it.
+    /// Whether the layer is a `TurboMoqCache` or a `RecipeCache`, the packed caches of turbomoq's Python package, or a list with one in it.
     pub fn is_packed(&self) -> bool {
         match self {
-            Layer::Opaque { class, .. } => class == packed::CLASS,
+            Layer::Opaque { class, .. } => ours(class),
             Layer::List(layers) => layers.iter().any(Layer::is_packed),
             _ => false,
         }
     }
 
-    /// The keys and the values of a `TurboMoqCache` in words; `None` for other layers.
+    /// The keys and the values of a packed cache in words; `None` for other layers.
     pub fn describe_packed(&self) -> Option<Pair<String>> {
         match self {
             Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::describe(tensors),
+            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => by_recipe::describe(tensors),
             _ => None,
         }
     }
 
-    /// A `TurboMoqCache` as a `KVCache` with the rows that its codes decode to, in lists too; other layers as they are.
+    /// A packed cache as a `KVCache` with the rows that its codes decode to, in lists too; other layers as they are.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for arrays that are damaged, or a head dim that has no codec.
@@ -150,6 +152,9 @@ impl Layer {
         match self {
             Layer::Opaque { class, tensors, .. } if class == packed::CLASS => {
                 Ok(Layer::Kv { class: KvClass::Kv, kv: packed::unpack(tensors)? })
+            }
+            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => {
+                Ok(Layer::Kv { class: KvClass::Kv, kv: by_recipe::unpack(tensors)? })
             }
             Layer::List(layers) => {
                 Ok(Layer::List(layers.iter().map(Layer::unpacked).collect::<Result<_>>()?))
@@ -261,10 +266,19 @@ impl Layer {
             Layer::List(layers) => layers.iter().try_for_each(Layer::check),
             Layer::Opaque { class, tensors, .. } => {
                 tensors.values().try_for_each(check_raw)?;
-                if class == packed::CLASS { packed::check(tensors) } else { Ok(()) }
+                match class.as_str() {
+                    packed::CLASS => packed::check(tensors),
+                    by_recipe::CLASS => by_recipe::check(tensors),
+                    _ => Ok(()),
+                }
             }
         }
     }
+}
+
+/// Whether a class is one of the packed caches of turbomoq's Python package.
+pub(super) fn ours(class: &str) -> bool {
+    [packed::CLASS, by_recipe::CLASS].contains(&class)
 }
 
 impl std::fmt::Display for Layer {

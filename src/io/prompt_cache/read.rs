@@ -5,8 +5,7 @@
 
 use super::affine::check_codec;
 use super::class::{KvClass, Pair};
-use super::layer::{Layer, rows_of};
-use super::packed;
+use super::layer::{Layer, ours, rows_of};
 use super::ring::Ring;
 use super::source::OpenedFile;
 use super::swift;
@@ -55,7 +54,7 @@ impl OpenedFile<'_> {
         if class == "CacheList" {
             return self.list(i, state, meta);
         }
-        if class == packed::CLASS {
+        if ours(class) {
             return self.opaque(class, state, None);
         }
         let spec = fields_of(class).ok_or_else(|| self.unknown(i, class))?;

@@ -6,8 +6,7 @@
 
 use super::class::KvClass;
 use super::image::{Image, Piece};
-use super::layer::Layer;
-use super::packed;
+use super::layer::{Layer, ours};
 use super::raw::RawTensor;
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
@@ -170,7 +169,7 @@ impl<'a> FileParts<'a> {
                 self.arrays(arrays, [left_padding, lengths], &path)?;
             }
             Layer::List(layers) => self.list(layers, &path)?,
-            Layer::Opaque { class, .. } if new && class != packed::CLASS => {
+            Layer::Opaque { class, .. } if new && !ours(class) => {
                 return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
             }
             Layer::Opaque { tensors, .. } => {
@@ -240,7 +239,7 @@ impl<'a> FileParts<'a> {
                     self.meta(layer, format!("{path}.1.{j}"));
                 }
             }
-            Layer::Opaque { class, meta, .. } if class != packed::CLASS => {
+            Layer::Opaque { class, meta, .. } if !ours(class) => {
                 for (tail, value) in meta {
                     put(format!("{path}.{tail}"), value);
                 }
