@@ -224,9 +224,7 @@ mod mlx {
     use turbomoq::mlx::{get, put};
 
     /// A function of an application, whose errors are those of mlx-rs.
-    fn decode(
-        cache: &mut Cache<impl turbomoq::Engine + Clone + turbomoq::Bridge<Array>>,
-    ) -> Result<Vec<Array>, Exception> {
+    fn decode(cache: &mut Cache<impl Clone + turbomoq::Bridge<Array>>) -> Result<Vec<Array>, Exception> {
         let mut outs = vec![];
         for tokens in [300, 1, 1] {
             let start = cache.offset() as usize;
