@@ -110,7 +110,7 @@ pub use model_cache::{Cache, DefaultEngine, LayerKind};
 pub use recipe::{PRESETS, Recipe};
 pub use spec::bit_plan::BitPlan;
 pub use spec::{CodecSpec, Grid, Residual, RotationKind, ScaleFormat, ScaleRule, Side};
-pub use tensor::{Dtype, Tensor};
+pub use tensor::{Dtype, Element, Tensor};
 
 /// Arrays between the host and MLX.
 #[cfg(feature = "mlx")]

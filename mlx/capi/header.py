@@ -8,7 +8,7 @@ import re
 import sys
 
 root = pathlib.Path(__file__).resolve().parents[2]
-FILES = ("lib.rs", "rows.rs", "codes.rs", "tables.rs", "cache.rs", "heads.rs")
+FILES = ("lib.rs", "rows.rs", "codes.rs", "tables.rs", "cache.rs", "live.rs", "heads.rs")
 TYPES = {"usize": "size_t", "u32": "uint32_t", "u8": "uint8_t", "i32": "int32_t", "f32": "float", "f64": "double"}
 TYPES |= {"c_void": "void", "c_char": "char"}
 HEAD = """/* turbomoq: packed KV caches for engines in C and C++.

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 /* Version of the API: rises when something is added, and nothing is taken away. */
-#define TMQ_VERSION 2
+#define TMQ_VERSION 3
 
 /* Elements are 32-bit floats. */
 #define TMQ_F32 0
@@ -114,10 +114,35 @@ typedef struct tmq_cache_info {
   size_t offset;
   /* Bytes of every buffer. */
   size_t bytes;
+  /* Tokens of which the keys or the values are packed. */
+  size_t packed;
 } tmq_cache_info;
 
 /* The cache of one layer. */
 typedef struct tmq_cache tmq_cache;
+
+/* Which tokens queries see, and how scores are formed. */
+typedef struct tmq_rules {
+  /* sizeof(tmq_rules). */
+  size_t struct_size;
+  /* Factor of the scores, usually 1 / sqrt(key_dim). */
+  float scale;
+  /* Not zero if a query sees nothing behind its own position. The last query stands at the last token. */
+  int32_t causal;
+  /* Newest tokens that a query sees, its own included; zero for all. */
+  size_t sliding_window;
+  /* Scores become soft_cap * tanh(score / soft_cap); zero for none. */
+  float soft_cap;
+  /* A logit for each query head that takes part in the softmax without a value, or null. */
+  const float *sink_logits;
+  /* Added to the scores by mask head, query token and position, new tokens included; minus infinity hides. Or null. */
+  const float *mask;
+  /* Heads of the mask: one, or all query heads. */
+  size_t mask_heads;
+} tmq_rules;
+
+/* Bytes of a saved cache. */
+typedef struct tmq_bytes tmq_bytes;
 
 /* Version of the library's API, to be compared with TMQ_VERSION of the header. */
 uint32_t tmq_version(void);
@@ -173,7 +198,7 @@ tmq_status tmq_codes_words(const tmq_codes *codes, uint32_t *out, size_t len);
 /* The scales of packed vectors by token and head, as floats; len must be tokens * heads * scales of a vector. */
 tmq_status tmq_codes_scales(const tmq_codes *codes, float *out, size_t len);
 
-/* An empty cache for a layer by a recipe, for example best@3,sinks=4,window=128. */
+/* An empty cache for a layer by a recipe, for example best@3,sinks=4,window=128. Its plan may differ by layer and KV head. */
 tmq_status tmq_cache_new(const char *recipe, size_t layer, size_t key_dim, size_t value_dim, tmq_cache **out);
 
 /* Appends keys and values of the same tokens and heads. On an error the cache is as it was. */
@@ -191,6 +216,40 @@ tmq_status tmq_cache_get_info(const tmq_cache *cache, tmq_cache_info *info);
 
 /* Frees a cache. Null is nothing to free. */
 void tmq_cache_free(tmq_cache *cache);
+
+/* Appends keys and values to each of count caches, one a sequence, and attends with the queries of the same tokens. Every query sees
+ * what it would have seen had the tokens come one by one. Pointer outs[i] gets lens[i] floats, by query token, query head and
+ * channel of the values.
+ * 
+ * Rows that are not finite are not refused: they are then packed as NaN. If a sequence fails, it and those behind it are as they were. */
+tmq_status tmq_caches_update_and_attend(tmq_cache **caches, size_t count, const tmq_rows *queries, const tmq_rows *keys, const tmq_rows *values, const tmq_rules *rules, float **outs, const size_t *lens);
+
+/* Appends keys and values as tmq_cache_append, rows that are not finite too. */
+tmq_status tmq_cache_extend(tmq_cache *cache, const tmq_rows *keys, const tmq_rows *values);
+
+/* Attends as tmq_cache_attend, by rules. */
+tmq_status tmq_cache_attend_by_rules(const tmq_cache *cache, const tmq_rows *queries, const tmq_rules *rules, float *out, size_t len);
+
+/* Unpacks all keys and values that a cache holds to floats by head, token and channel. A side whose pointer is null is left out. */
+tmq_status tmq_cache_fetch(const tmq_cache *cache, float *keys, size_t keys_len, float *values, size_t values_len);
+
+/* A cache of its own with the same contents; what neither of them changes they share. */
+tmq_status tmq_cache_copy(const tmq_cache *cache, tmq_cache **out);
+
+/* A cache as bytes, for tmq_cache_load. */
+tmq_status tmq_cache_save(const tmq_cache *cache, tmq_bytes **out);
+
+/* Number of the bytes. */
+tmq_status tmq_bytes_len(const tmq_bytes *bytes, size_t *out);
+
+/* Copies the bytes; len must be their number. */
+tmq_status tmq_bytes_copy(const tmq_bytes *bytes, uint8_t *out, size_t len);
+
+/* Frees bytes. Null is nothing to free. */
+void tmq_bytes_free(tmq_bytes *bytes);
+
+/* A cache from the bytes that tmq_cache_save gave. TMQ_PARSE or TMQ_SHAPE if they are not. */
+tmq_status tmq_cache_load(const uint8_t *data, size_t len, tmq_cache **out);
 
 /* Importance of the KV heads of a model, 0 to 1, from sample keys of every layer, of equal heads and channels: doubles by layer and
  * head. sensitivity has a number for each of them (how much the output changes by noise on the head) or is null.

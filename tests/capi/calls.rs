@@ -166,10 +166,15 @@ fn t59_numbers_and_layouts_never_change() {
         TMQ_INTERNAL,
     ];
     assert_eq!(statuses.map(|s| s as u32), [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]);
-    assert_eq!([TMQ_F32, TMQ_F16, TMQ_BF16, TMQ_KEY, TMQ_VALUE, TMQ_VERSION], [0, 1, 2, 0, 1, 2]);
+    assert_eq!([TMQ_F32, TMQ_F16, TMQ_BF16, TMQ_KEY, TMQ_VALUE, TMQ_VERSION], [0, 1, 2, 0, 1, 3]);
     if cfg!(target_pointer_width = "64") {
-        let sizes = [size_of::<tmq_rows>(), size_of::<tmq_codec_info>(), size_of::<tmq_cache_info>()];
-        assert_eq!(sizes, [64, 40, 32]);
+        let sizes = [
+            size_of::<tmq_rows>(),
+            size_of::<tmq_codec_info>(),
+            size_of::<tmq_cache_info>(),
+            size_of::<tmq_rules>(),
+        ];
+        assert_eq!(sizes, [64, 40, 40, 56]);
         assert_eq!(std::mem::offset_of!(tmq_rows, token_stride), 48);
     }
     // Codecs have no numbers: a name that this library does not know is refused, whatever it meant elsewhere.
@@ -276,8 +281,13 @@ fn bad_calls_end_in_a_status() {
         assert_eq!(tmq_cache_append(cache, &good, &tmq_rows { heads: 1, ..good }), TMQ_SHAPE);
         assert_eq!(tmq_cache_append(cache, &good, &good), TMQ_OK);
         assert_eq!(tmq_cache_attend(cache, &good, f32::NAN, out.as_mut_ptr(), 256), TMQ_NON_FINITE);
-        let mut info =
-            tmq_cache_info { struct_size: size_of::<tmq_cache_info>(), tokens: 0, offset: 0, bytes: 0 };
+        let mut info = tmq_cache_info {
+            struct_size: size_of::<tmq_cache_info>(),
+            tokens: 0,
+            offset: 0,
+            bytes: 0,
+            packed: 0,
+        };
         assert_eq!(tmq_cache_get_info(cache, &mut info), TMQ_OK);
         assert_eq!((info.tokens, info.offset), (2, 2));
         assert_eq!(tmq_cache_trim(cache, 100, null_mut()), TMQ_OK);

@@ -8,3 +8,4 @@ mod common;
 
 mod calls;
 mod field_cases;
+mod live;

@@ -2,7 +2,7 @@
 
 contract FOLDER    one contract, kept by mlx-lm's own caches and by ours; leaves saved caches in FOLDER
 again FOLDER       a new process loads them: same contents, same continuation
-PART FOLDER        a part of cache_packed.py, cache_edges.py or architectures.py
+PART FOLDER        a part of cache_packed.py, cache_edges.py, architectures.py, recipes.py or commands.py
 """
 
 import copy
@@ -263,6 +263,8 @@ if __name__ == "__main__":
         import architectures
         import cache_edges
         import cache_packed
+        import commands
+        import recipes
 
-        parts = {name: part for module in (cache_packed, cache_edges, architectures) for name, part in vars(module).items()}
+        parts = {name: part for module in (cache_packed, cache_edges, architectures, recipes, commands) for name, part in vars(module).items()}
         parts[sys.argv[1]](sys.argv[2])

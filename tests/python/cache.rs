@@ -12,10 +12,10 @@ use turbomoq::Compressor;
 use turbomoq::archive::Archive;
 use turbomoq::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
 
-const BOTH: &[Layout] = &[Layout::V031, Layout::V032];
+pub const BOTH: &[Layout] = &[Layout::V031, Layout::V032];
 
 /// Runs parts of the script with the environments of some releases: what does not touch mlx-lm's own classes is asked of one.
-fn each(parts: &[&str], releases: &[Layout]) {
+pub fn each(parts: &[&str], releases: &[Layout]) {
     let Some(pythons) = pythons() else { return };
     let library = build().join(SHARED);
     for (python, _) in pythons.into_iter().filter(|(_, layout)| releases.contains(layout)) {

@@ -6,3 +6,4 @@ mod common;
 mod cache;
 mod pool;
 mod prompt_caches;
+mod recipes;

@@ -5,12 +5,60 @@ use super::rows::{by_token, tensor, tmq_rows};
 use super::tmq_status::{self, TMQ_NON_FINITE};
 use super::{Failure, answer, by_mut, by_ref, free, give, guard, text, write};
 use std::ffi::c_char;
-use turbomoq::Cpu;
-use turbomoq::Rules;
-use turbomoq::cache::{LayerCache, LayerShape};
+use turbomoq::cache::{HeadGroups, LayerShape};
+use turbomoq::{Cpu, Error, Recipe, Rules, Side, Stored, Tensor};
 
 /// The cache of one layer.
-pub struct tmq_cache(LayerCache<Cpu>);
+pub struct tmq_cache(pub(super) Layer);
+
+/// The cache, or what it will be made from: the first rows say how many heads there are.
+#[derive(Clone)]
+pub(super) enum Layer {
+    Empty { recipe: Recipe, layer: usize, shape: LayerShape },
+    Held(HeadGroups<Cpu>),
+}
+
+impl Layer {
+    /// The cache for keys [1, H, T, D], made if this is their first call. If `call` fails then, there is none as before.
+    pub(super) fn open<R>(
+        &mut self,
+        keys: &Tensor,
+        call: impl FnOnce(&mut HeadGroups<Cpu>) -> Result<R, Error>,
+    ) -> Result<R, Failure> {
+        match self {
+            Layer::Held(cache) => Ok(call(cache)?),
+            Layer::Empty { recipe, layer, shape } => {
+                let mut cache = HeadGroups::new(Cpu, recipe, *layer, *shape, keys.shape()[1])?;
+                let done = call(&mut cache)?;
+                *self = Layer::Held(cache);
+                Ok(done)
+            }
+        }
+    }
+
+    /// The cache, to be read.
+    pub(super) fn held(&self) -> Result<&HeadGroups<Cpu>, Failure> {
+        let none = || Error::Shape { what: "cache", expected: "at least one append".into(), got: vec![0] };
+        match self {
+            Layer::Held(cache) => Ok(cache),
+            Layer::Empty { .. } => Err(none().into()),
+        }
+    }
+
+    fn info(&self, struct_size: usize) -> tmq_cache_info {
+        let mut info = tmq_cache_info { struct_size, tokens: 0, offset: 0, bytes: 0, packed: 0 };
+        let Layer::Held(groups) = self else { return info };
+        (info.offset, info.bytes) = (groups.offset(), groups.nbytes());
+        if let Some((_, cache)) = groups.groups().next() {
+            info.tokens = cache.len();
+            let packed = |s: &Stored<Tensor>| matches!(s, Stored::Packed(_));
+            let segments = cache.segments();
+            let lens = segments.iter().filter(|s| packed(&s.keys) || packed(&s.values)).map(|s| s.keys.len());
+            info.packed = lens.sum();
+        }
+        info
+    }
+}
 
 /// What a cache holds.
 #[repr(C)]
@@ -24,9 +72,11 @@ pub struct tmq_cache_info {
     pub offset: usize,
     /// Bytes of every buffer.
     pub bytes: usize,
+    /// Tokens of which the keys or the values are packed.
+    pub packed: usize,
 }
 
-/// An empty cache for a layer by a recipe, for example `best@3,sinks=4,window=128`.
+/// An empty cache for a layer by a recipe, for example `best@3,sinks=4,window=128`. Its plan may differ by layer and KV head.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn tmq_cache_new(
     recipe: *const c_char,
@@ -38,8 +88,13 @@ pub unsafe extern "C" fn tmq_cache_new(
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         give(out, || {
-            let recipe = text(recipe, "recipe")?.parse()?;
-            Ok(tmq_cache(LayerCache::new(Cpu, &recipe, layer, LayerShape { key_dim, value_dim })?))
+            let recipe: Recipe = text(recipe, "recipe")?.parse()?;
+            if recipe.plan.is_none() {
+                // What has no form is refused here; widths by head are checked when the heads are known.
+                recipe.spec(Side::Key, layer, key_dim)?;
+                recipe.spec(Side::Value, layer, value_dim)?;
+            }
+            Ok(tmq_cache(Layer::Empty { recipe, layer, shape: LayerShape { key_dim, value_dim } }))
         })
     })
 }
@@ -57,7 +112,7 @@ pub unsafe extern "C" fn tmq_cache_append(
         let (keys, values) = (tensor(keys, "keys")?, tensor(values, "values")?);
         finite(&keys, "keys")?;
         finite(&values, "values")?;
-        Ok(cache.0.append(&keys, &values)?)
+        cache.0.open(&keys, |cache| cache.append(&keys, &values))
     })
 }
 
@@ -77,7 +132,8 @@ pub unsafe extern "C" fn tmq_cache_attend(
         if !scale.is_finite() {
             return Err(Failure(TMQ_NON_FINITE, format!("scale is {scale}")));
         }
-        write(out, len, &by_token(&cache.0.attend(&tensor(queries, "queries")?, &Rules::causal(scale))?)?)
+        let queries = tensor(queries, "queries")?;
+        write(out, len, &by_token(&cache.0.held()?.attend(&queries, &Rules::causal(scale))?)?)
     })
 }
 
@@ -90,7 +146,10 @@ pub unsafe extern "C" fn tmq_cache_trim(
 ) -> tmq_status {
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
-        let n = by_mut(cache, "cache")?.0.trim(tokens)?;
+        let n = match &mut by_mut(cache, "cache")?.0 {
+            Layer::Held(cache) => cache.trim(tokens)?,
+            Layer::Empty { .. } => 0,
+        };
         if let Some(dropped) = dropped.as_mut() {
             *dropped = n;
         }
@@ -107,8 +166,7 @@ pub unsafe extern "C" fn tmq_cache_get_info(
     // SAFETY: as the caller vouches.
     guard(|| unsafe {
         let cache = &by_ref(cache, "cache")?.0;
-        let (tokens, offset, bytes) = (cache.len(), cache.offset(), cache.nbytes());
-        answer(info, "info", |struct_size| tmq_cache_info { struct_size, tokens, offset, bytes })
+        answer(info, "info", |struct_size| cache.info(struct_size))
     })
 }
 

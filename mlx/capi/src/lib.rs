@@ -12,12 +12,14 @@
 mod cache;
 mod codes;
 mod heads;
+mod live;
 mod rows;
 mod tables;
 
 pub use cache::*;
 pub use codes::*;
 pub use heads::*;
+pub use live::*;
 pub use rows::*;
 pub use tables::*;
 
@@ -27,7 +29,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use turbomoq::Error;
 
 /// Version of the API: rises when something is added, and nothing is taken away.
-pub const TMQ_VERSION: u32 = 2;
+pub const TMQ_VERSION: u32 = 3;
 
 /// How a call ended. Numbers never change.
 #[repr(C)]

@@ -3,7 +3,7 @@
     from turbomoq_mlx import install, make_turbomoq_cache
 
     install()                                         # models attend on the packed form
-    cache = make_turbomoq_cache(model)                # 4 bits a value; key_bits=..., value_bits=..., sinks=..., window=...
+    cache = make_turbomoq_cache(model, "best@3")      # any recipe of the command line
     generate(model, tokenizer, prompt, prompt_cache=cache)
 
     from turbomoq_mlx import Pool
@@ -13,18 +13,22 @@
         generate(model, tokenizer, prompt, prompt_cache=cache)
 """
 
+from . import release  # refuses other releases of mlx-lm before anything of them is used
 from .cache import TurboMoqCache
 from .convert import convert, make_turbomoq_cache
 from .files import load_prompt_cache
 from .library import LibraryNotFound, Unsupported
 from .patch import install, uninstall
+from .recipe_cache import BatchRecipeCache, RecipeCache
 from .pool import Parked, Pool, PoolError, default_folder
 
 __all__ = [
+    "BatchRecipeCache",
     "LibraryNotFound",
     "Parked",
     "Pool",
     "PoolError",
+    "RecipeCache",
     "TurboMoqCache",
     "Unsupported",
     "convert",

@@ -1,14 +1,14 @@
-"""A command of mlx-lm that knows packed caches: python -m turbomoq_mlx generate --prompt-cache-file FILE --prompt ..."""
+"""python -m turbomoq_mlx doctor, or a command of mlx-lm on packed caches: python -m turbomoq_mlx generate --kv best@3 ..."""
 
-import runpy
 import sys
 
-from . import install
+from .commands import main
+from .doctor import doctor
 
 if __name__ == "__main__":
     if len(sys.argv) < 2:
         raise SystemExit(__doc__)
-    install()
-    command = sys.argv[1]
-    del sys.argv[0]
-    runpy.run_module(f"mlx_lm.{command}", run_name="__main__", alter_sys=True)
+    command, arguments = sys.argv[1], sys.argv[2:]
+    if command == "doctor":
+        raise SystemExit(doctor())
+    main(command, arguments)

@@ -83,6 +83,11 @@ class TurboMoqCache:
         return recipe(*self._options[:4])
 
     @property
+    def road(self) -> str:
+        """Who packs and attends."""
+        return "MLX operations, on the packed form"
+
+    @property
     def offset(self) -> int:
         """Tokens so far: the position of the next one."""
         return sum(self._held)

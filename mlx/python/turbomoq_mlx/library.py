@@ -1,4 +1,4 @@
-"""The C library (mlx/include/turbomoq.h) that rotations and levels come from, through ctypes."""
+"""The C library (mlx/include/turbomoq.h) through ctypes: rotations and levels of codecs, and whole caches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import pathlib
 import sys
 
-VERSION = 2
+VERSION = 3
 """The least `TMQ_VERSION` that has what is called here."""
 NAME = "libturbomoq_c.dylib" if sys.platform == "darwin" else "libturbomoq_c.so"
 START = pathlib.Path.cwd()
@@ -22,6 +22,34 @@ class LibraryNotFound(ImportError):
 
 class Unsupported(ValueError):
     """A head dim or width that a packed cache has no form for."""
+
+
+class Rows(ctypes.Structure):
+    """`tmq_rows`: vectors of one sequence, by head and token."""
+
+    _fields_ = [("struct_size", ctypes.c_size_t), ("data", ctypes.c_void_p), ("dtype", ctypes.c_uint32)]
+    _fields_ += [(name, ctypes.c_size_t) for name in ("heads", "tokens", "head_dim", "token_stride", "head_stride")]
+
+
+class Rules(ctypes.Structure):
+    """`tmq_rules`: which tokens queries see."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("scale", ctypes.c_float),
+        ("causal", ctypes.c_int32),
+        ("sliding_window", ctypes.c_size_t),
+        ("soft_cap", ctypes.c_float),
+        ("sink_logits", ctypes.c_void_p),
+        ("mask", ctypes.c_void_p),
+        ("mask_heads", ctypes.c_size_t),
+    ]
+
+
+class CacheInfo(ctypes.Structure):
+    """`tmq_cache_info`."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in ("struct_size", "tokens", "offset", "bytes", "packed")]
 
 
 class _Info(ctypes.Structure):
@@ -66,6 +94,23 @@ def load() -> ctypes.CDLL:
     library.tmq_codec_levels.argtypes = [handle, floats, ctypes.c_size_t]
     library.tmq_codec_free.argtypes = [handle]
     library.tmq_codec_free.restype = None
+    size, rows, rules = ctypes.c_size_t, ctypes.POINTER(Rows), ctypes.POINTER(Rules)
+    out = ctypes.POINTER(handle)
+    library.tmq_cache_new.argtypes = [ctypes.c_char_p, size, size, size, out]
+    library.tmq_cache_extend.argtypes = [handle, rows, rows]
+    library.tmq_caches_update_and_attend.argtypes = [out, size, rows, rows, rows, rules, out, ctypes.POINTER(size)]
+    library.tmq_cache_attend_by_rules.argtypes = [handle, rows, rules, handle, size]
+    library.tmq_cache_fetch.argtypes = [handle, handle, size, handle, size]
+    library.tmq_cache_trim.argtypes = [handle, size, ctypes.POINTER(size)]
+    library.tmq_cache_copy.argtypes = [handle, out]
+    library.tmq_cache_save.argtypes = [handle, out]
+    library.tmq_bytes_len.argtypes = [handle, ctypes.POINTER(size)]
+    library.tmq_bytes_copy.argtypes = [handle, handle, size]
+    library.tmq_cache_load.argtypes = [handle, size, out]
+    library.tmq_cache_get_info.argtypes = [handle, ctypes.POINTER(CacheInfo)]
+    for name in ("tmq_cache_free", "tmq_bytes_free"):
+        getattr(library, name).argtypes = [handle]
+        getattr(library, name).restype = None
     return library
 
 

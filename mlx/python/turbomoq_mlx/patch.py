@@ -14,6 +14,8 @@ import mlx.core as mx
 from mlx_lm.models import base
 
 from .cache import TurboMoqCache
+from .fetched import Fetched, unpacked
+from .sequences import Sequences
 from .state import Held
 
 NAME = "scaled_dot_product_attention"
@@ -26,7 +28,7 @@ def _replace(old: Callable, new: Callable) -> None:
 
 
 def install() -> None:
-    """Lets mlx-lm's models attend on the packed form of a `TurboMoqCache`. Other caches go to mlx-lm's own attention as before.
+    """Lets mlx-lm's models attend on the packed form of a `TurboMoqCache` or a `RecipeCache`. Others go to mlx-lm's own attention.
 
     Without it a packed cache works as well, but every step unpacks it as a whole. Calling it again does nothing.
     """
@@ -48,6 +50,12 @@ def install() -> None:
             # `keys, values = cache.state` of a layer whose rows this one shares: what that layer holds now.
             cache = keys.cache
             keys, values = cache.keys_and_values()
+        if isinstance(keys, Fetched) and isinstance(values, Fetched) and (keys.call, keys.side, values.side) == (values.call, 0, 1):
+            # Of this layer, or of the one whose rows it shares.
+            return keys.call.newest().attend(keys.call, queries, scale, mask, sinks)
+        keys, values = unpacked(keys), unpacked(values)
+        if isinstance(cache, Sequences) and (call := cache.known(keys, values)):
+            return cache.attend(call, queries, scale, mask, sinks)
         if isinstance(cache, TurboMoqCache):
             out = cache.attend(queries, keys, values, scale, mask, sinks)
             if out is not None:
