@@ -5,12 +5,13 @@ use crate::cache::{Attend, ByHead, Float, Half};
 use crate::live::Live;
 use crate::model::{Model, Session};
 use crate::rebuilt::Rebuilt;
+use mlx_rs::Array;
+use std::cell::RefCell;
 use std::fmt;
+use std::rc::Rc;
 use std::str::FromStr;
-use turbomoq::Mlx;
-use turbomoq::Recipe;
 use turbomoq::policy::TierPolicy;
-use turbomoq::{Residual, Side};
+use turbomoq::{Bridge, Cache, Cpu, Mlx, Recipe, Residual, Side};
 
 /// The float cache, or a recipe as it was written, with a tier policy behind a `|` if there is one: `best@4/4|progressive`.
 #[derive(Clone, Debug)]
@@ -84,26 +85,41 @@ impl Kv {
 
     /// A new sequence on caches of this kind; with `half` they are handed f16 keys and values.
     pub fn session<'a>(&self, model: &'a Model, half: bool, form: Form) -> Result<Session<'a>> {
-        let (head_dim, kv_heads) = (model.config.head_dim as usize, model.config.kv_heads as usize);
-        let mlx = Mlx::new();
-        model.session(|layer| match self {
-            Kv::Float => Ok(boxed(Float::default(), half)),
-            Kv::Packed { policy, .. } if form == Form::Rebuilt && *policy != TierPolicy::None => {
-                Err("tiers need the packed cache itself: --form cpu or --form mlx".into())
-            }
-            Kv::Packed { recipe, policy, .. } => Ok(match form {
-                Form::Rebuilt => {
-                    let groups = recipe.by_heads(layer, kv_heads)?.into_iter().map(|(heads, recipe)| {
-                        let cache: Box<dyn Attend> = Box::new(Rebuilt::new(&recipe, layer, head_dim)?);
-                        Ok((heads, cache))
-                    });
-                    boxed(ByHead(groups.collect::<Result<_>>()?), half)
-                }
-                Form::Cpu => boxed(Live::cpu(recipe, policy, layer, [head_dim, kv_heads])?, half),
-                Form::Mlx => boxed(Live::mlx(&mlx, recipe, policy, layer, [head_dim, kv_heads])?, half),
-            }),
-        })
+        match (self, form) {
+            (Kv::Packed { recipe, policy, .. }, Form::Cpu) => live(Cpu, model, half, recipe, policy),
+            (Kv::Packed { recipe, policy, .. }, Form::Mlx) => live(Mlx::new(), model, half, recipe, policy),
+            (Kv::Packed { recipe, policy, .. }, Form::Rebuilt) => rebuilt(model, half, recipe, policy),
+            (Kv::Float, _) => model.session(|_| Ok(boxed(Float::default(), half))),
+        }
     }
+}
+
+/// A session on one packed cache for all layers.
+fn live<'a, E: Bridge<Array> + Clone + 'static>(
+    engine: E,
+    model: &'a Model,
+    half: bool,
+    recipe: &Recipe,
+    policy: &TierPolicy,
+) -> Result<Session<'a>> {
+    let cache = Cache::on(engine, &format!("{recipe}|{policy}"), model.config.layers)?;
+    let cache = Rc::new(RefCell::new(cache));
+    model.session(|layer| Ok(boxed(Live::new(&cache, layer), half)))
+}
+
+/// A session on caches whose packed rows are read as what they decode to.
+fn rebuilt<'a>(model: &'a Model, half: bool, recipe: &Recipe, policy: &TierPolicy) -> Result<Session<'a>> {
+    if *policy != TierPolicy::None {
+        return Err("tiers need the packed cache itself: --form cpu or --form mlx".into());
+    }
+    let (head_dim, kv_heads) = (model.config.head_dim as usize, model.config.kv_heads as usize);
+    model.session(|layer| {
+        let groups = recipe.by_heads(layer, kv_heads)?.into_iter().map(|(heads, recipe)| {
+            let cache: Box<dyn Attend> = Box::new(Rebuilt::new(&recipe, layer, head_dim)?);
+            Ok((heads, cache))
+        });
+        Ok(boxed(ByHead(groups.collect::<Result<_>>()?), half))
+    })
 }
 
 fn boxed(cache: impl Attend + 'static, half: bool) -> Box<dyn Attend> {

@@ -93,7 +93,7 @@ fn redraw(text: &str) {
     let mut screen = String::from("\x1b[H");
     for line in harmless(text, "\n").lines() {
         screen += line;
-        screen += "\x1b[K\r\n";
+        screen += "\x1b[K\n";
     }
     screen += "q quits\x1b[K\x1b[J";
     let mut out = std::io::stdout().lock();
