@@ -124,7 +124,7 @@ MUTANTS = [
         "src/io/prompt_cache/swift.rs",
         '"ArraysCache" | "MambaCache" if meta.is_some_and(|meta| meta.leaf() != Some("")) => {',
         '"ArraysCache" if meta.is_some_and(|meta| meta.leaf() != Some("")) => {',
-        ["--test", "suite", "prompt_cache_hostile::swift"],
+        ["--test", "suite", "prompt_cache_hostile::files_of_swift"],
     ),
 ]
 
