@@ -28,8 +28,9 @@ use crate::compressor::{
 };
 use crate::engine::Engine;
 use crate::error::{Error, Result};
+use crate::io::container::Container;
 use crate::io::files::Outlives;
-use crate::io::prompt_cache::{Container, Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
+use crate::io::prompt_cache::{Layer, Layout, ORIGIN_KEY, Pair, PromptCache};
 use crate::pool::Pooled;
 use crate::recipe::Recipe;
 use crate::spec::{Budget, Side};

@@ -7,12 +7,9 @@
 pub mod affine;
 mod by_recipe;
 mod class;
-mod container;
-mod image;
 mod layer;
 mod offsets;
 mod packed;
-mod raw;
 mod read;
 mod ring;
 mod source;
@@ -20,18 +17,17 @@ mod swift;
 mod tree;
 mod write;
 
+pub use crate::io::raw::RawTensor;
 pub use affine::Packed;
 pub use class::{KvClass, Pair};
-pub(crate) use container::Container;
-pub(crate) use image::{Image, Piece};
 pub use layer::{KvKind, Layer};
 pub(crate) use offsets::Offset;
 pub use offsets::{place_in_layer, usual_offsets};
-pub use raw::RawTensor;
 pub use ring::Ring;
 pub(crate) use write::Layers;
 
 use crate::error::{Error, Result};
+use crate::io::container::Container;
 use source::OpenedFile;
 use std::collections::BTreeMap;
 use std::path::Path;

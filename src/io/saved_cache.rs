@@ -6,15 +6,14 @@
 use crate::cache::{GroupsState, HeadGroups, LayerShape, State};
 use crate::engine::cpu::Cpu;
 use crate::error::{Error, Result};
+use crate::io::image::{Image, Piece};
+use crate::io::raw::tensor_of;
 use crate::recipe::Recipe;
-use crate::tensor::{Element, Tensor};
-use half::{bf16, f16};
-use safetensors::{Dtype, SafeTensors, View};
-use std::borrow::Cow;
+use safetensors::SafeTensors;
 use std::collections::BTreeMap;
 
 const VERSION: &str = "1";
-/// The entry of the metadata that has everything but the arrays.
+/// The entry of the metadata that has everything but the arrays, and tells these bytes from other files.
 const META: &str = "turbomoq_cache";
 
 /// The cache, or what it will be made from: the first rows say how many heads there are.
@@ -57,12 +56,11 @@ impl SavedCache {
         for (i, group) in state.groups.iter().enumerate() {
             meta.insert(i.to_string(), group.meta.clone());
             for (name, x) in &group.arrays {
-                arrays.push((format!("{i}.{name}"), Written(x)));
+                arrays.push((format!("{i}.{name}"), Piece::Tensor(x)));
             }
         }
-        // One text, since a table of texts would be written in an order of its own each time.
         let meta = serde_json::to_string(&meta).map_err(unreadable)?;
-        safetensors::serialize(arrays, Some([(META.to_string(), meta)].into())).map_err(unreadable)
+        Ok(Image::new(&[(META.to_string(), meta)].into(), arrays).map_err(unreadable)?.to_bytes())
     }
 
     /// A cache from its bytes, none of which are believed.
@@ -90,7 +88,8 @@ impl SavedCache {
             let (mut arrays, prefix) = (BTreeMap::new(), format!("{i}."));
             for (name, view) in file.iter() {
                 if let Some(name) = name.strip_prefix(&prefix) {
-                    arrays.insert(name.to_string(), read(view.dtype(), view.shape(), view.data())?);
+                    let array = tensor_of(view.dtype(), view.shape(), view.data()).map_err(unreadable)?;
+                    arrays.insert(name.to_string(), array);
                 }
             }
             groups.push(State { arrays, meta: need(&i.to_string())?.clone() });
@@ -101,48 +100,4 @@ impl SavedCache {
 
 fn unreadable(error: impl std::fmt::Display) -> Error {
     Error::Parse { what: "a saved cache", text: "its bytes".into(), reason: error.to_string() }
-}
-
-/// An array as safetensors writes it.
-struct Written<'a>(&'a Tensor);
-
-impl View for Written<'_> {
-    fn dtype(&self) -> Dtype {
-        match self.0 {
-            Tensor::F32(_) => Dtype::F32,
-            Tensor::F16(_) => Dtype::F16,
-            Tensor::BF16(_) => Dtype::BF16,
-            Tensor::U32(_) => Dtype::U32,
-            Tensor::U8(_) => Dtype::U8,
-            Tensor::I32(_) => Dtype::I32,
-        }
-    }
-    fn shape(&self) -> &[usize] {
-        self.0.shape()
-    }
-    fn data(&self) -> Cow<'_, [u8]> {
-        self.0.row_major_bytes()
-    }
-    fn data_len(&self) -> usize {
-        self.0.nbytes()
-    }
-}
-
-fn read(dtype: Dtype, shape: &[usize], data: &[u8]) -> Result<Tensor> {
-    fn of<T: Element, const N: usize>(
-        shape: &[usize],
-        data: &[u8],
-        one: impl Fn([u8; N]) -> T,
-    ) -> Result<Tensor> {
-        Tensor::new(shape, data.as_chunks::<N>().0.iter().map(|&x| one(x)).collect())
-    }
-    match dtype {
-        Dtype::F32 => of(shape, data, f32::from_le_bytes),
-        Dtype::F16 => of(shape, data, f16::from_le_bytes),
-        Dtype::BF16 => of(shape, data, bf16::from_le_bytes),
-        Dtype::U32 => of(shape, data, u32::from_le_bytes),
-        Dtype::U8 => Tensor::new(shape, data.to_vec()),
-        Dtype::I32 => of(shape, data, i32::from_le_bytes),
-        other => Err(unreadable(format!("an array of {other:?}"))),
-    }
 }

@@ -7,9 +7,9 @@
 use super::Archive;
 use super::manifest::Manifest;
 use crate::error::{Error, Result};
+use crate::io::container::Container;
 use crate::io::files::{self, Outlives};
 use crate::io::folders::HeldFolder;
-use crate::io::prompt_cache::Container;
 use crate::pool::{Label, Parcel, Spill};
 use std::collections::BTreeMap;
 use std::fs;

@@ -4,18 +4,18 @@
 //! and of values, their dtypes, and behind these the recipe's text, a number per byte. Arrays `1`, `2`, ... of u8 are the sequences,
 //! each as [`crate::io::saved_cache`] has it; there are none before the first token.
 
-use super::class::Pair;
-use super::raw::RawTensor;
-use crate::codec::codes::Buffer;
+use super::class::{PackedClass, Pair};
 use crate::error::{Error, Result};
+use crate::io::raw::RawTensor;
 use crate::io::saved_cache::SavedCache;
 use crate::recipe::Recipe;
 use crate::tensor::{Dtype, Tensor};
 use safetensors::Dtype as Stored;
 use std::collections::BTreeMap;
 
-/// The name of the class.
-pub(super) const CLASS: &str = "RecipeCache";
+const CLASS: &str = "RecipeCache";
+/// What is known of the class.
+pub(super) const BY_RECIPE: PackedClass = PackedClass { name: CLASS, check, tokens, describe, unpack };
 /// The version of the arrangement that is read here.
 const VERSION: i32 = 1;
 /// Element types of rows, by their number in the header.
@@ -64,24 +64,24 @@ impl<'a> View<'a> {
 }
 
 /// What is wrong with the arrays, if anything is. The sequences themselves are checked when they are unpacked.
-pub(super) fn check(tensors: &Tensors) -> Result<(), String> {
+fn check(tensors: &Tensors) -> Result<(), String> {
     View::new(tensors).map(|_| ())
 }
 
 /// Tokens that are held, if the arrays are good.
-pub(super) fn tokens(tensors: &Tensors) -> Option<usize> {
+fn tokens(tensors: &Tensors) -> Option<usize> {
     View::new(tensors).ok().map(|view| view.tokens)
 }
 
 /// Keys and values in words.
-pub(super) fn describe(tensors: &Tensors) -> Option<Pair<String>> {
+fn describe(tensors: &Tensors) -> Option<Pair<String>> {
     let view = View::new(tensors).ok()?;
     let text = format!("{} ({} tokens)", view.recipe, view.tokens);
     Some(Pair { keys: text.clone(), values: text })
 }
 
 /// The same tokens as a `KVCache`, packed ones as they decode.
-pub(super) fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
+fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
     let bad = |reason: String| Error::Unsupported { field: "layer", value: CLASS.into(), reason };
     let view = View::new(tensors).map_err(bad)?;
     let (mut keys, mut values) = (vec![], vec![]);
@@ -99,7 +99,7 @@ pub(super) fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
     if keys.is_empty() {
         return Ok(None);
     }
-    Ok(Some(Pair { keys: Tensor::concat(0, &keys)?, values: <Tensor as Buffer>::concat(0, &values)? }))
+    Ok(Some(Pair { keys: Tensor::concat(0, &keys)?, values: Tensor::concat(0, &values)? }))
 }
 
 fn cast(x: &Tensor, dtype: Dtype) -> Result<Tensor> {

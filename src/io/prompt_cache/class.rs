@@ -1,7 +1,10 @@
-//! The plain classes of mlx-lm, whose keys and values lie in token order, and a pair of keys and values.
+//! The plain classes of mlx-lm, whose keys and values lie in token order, what is known of a packed class, and a pair of keys and values.
 
 use super::ring::holdable;
 use crate::error::Result;
+use crate::io::raw::RawTensor;
+use crate::tensor::Tensor;
+use std::collections::BTreeMap;
 
 /// Something for keys and the same for values.
 #[derive(Clone, Debug, PartialEq)]
@@ -20,6 +23,20 @@ impl<T> Pair<T> {
     pub(super) fn try_zip<U, V>(&self, other: &Pair<U>, f: impl Fn(&T, &U) -> Result<V>) -> Result<Pair<V>> {
         Ok(Pair { keys: f(&self.keys, &other.keys)?, values: f(&self.values, &other.values)? })
     }
+}
+
+/// A packed cache of turbomoq's Python package, as functions of a layer's arrays by name.
+pub(super) struct PackedClass {
+    /// The name of the class.
+    pub name: &'static str,
+    /// What is wrong with the arrays, if anything is.
+    pub check: fn(&BTreeMap<String, RawTensor>) -> Result<(), String>,
+    /// Tokens that are held, if the arrays are good.
+    pub tokens: fn(&BTreeMap<String, RawTensor>) -> Option<usize>,
+    /// Keys and values in words.
+    pub describe: fn(&BTreeMap<String, RawTensor>) -> Option<Pair<String>>,
+    /// The same tokens as a `KVCache`, packed ones as they decode.
+    pub unpack: fn(&BTreeMap<String, RawTensor>) -> Result<Option<Pair<Tensor>>>,
 }
 
 /// The plain classes: keys and values `[B, H, T, D]` in token order.

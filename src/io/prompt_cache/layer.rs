@@ -4,11 +4,11 @@
 //! K/V (recurrent state, classes whose rows cannot be interpreted) is kept as raw tensors and passed through.
 
 use super::affine::{Packed, check_codec};
-use super::class::{KvClass, Pair};
-use super::raw::{RawTensor, byte_len};
+use super::class::{KvClass, PackedClass, Pair};
 use super::ring::Ring;
 use super::{by_recipe, packed};
 use crate::error::{Error, Result};
+use crate::io::raw::{RawTensor, byte_len};
 use crate::tensor::Tensor;
 use std::collections::BTreeMap;
 
@@ -120,8 +120,7 @@ impl Layer {
             Layer::Kv { class, .. } => Some(class.offset(rows)),
             Layer::Quantized { .. } => Some(rows),
             Layer::Rotating { ring, .. } => Some(ring.offset),
-            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::tokens(tensors),
-            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => by_recipe::tokens(tensors),
+            Layer::Opaque { tensors, .. } => (self.packed_class()?.tokens)(tensors),
             _ => None,
         }
     }
@@ -129,17 +128,20 @@ impl Layer {
     /// Whether the layer is a `TurboMoqCache` or a `RecipeCache`, the packed caches of turbomoq's Python package, or a list with one in it.
     pub fn is_packed(&self) -> bool {
         match self {
-            Layer::Opaque { class, .. } => ours(class),
+            Layer::Opaque { .. } => self.packed_class().is_some(),
             Layer::List(layers) => layers.iter().any(Layer::is_packed),
             _ => false,
         }
     }
 
+    fn packed_class(&self) -> Option<&'static PackedClass> {
+        packed_class(self.class())
+    }
+
     /// The keys and the values of a packed cache in words; `None` for other layers.
     pub fn describe_packed(&self) -> Option<Pair<String>> {
         match self {
-            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => packed::describe(tensors),
-            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => by_recipe::describe(tensors),
+            Layer::Opaque { tensors, .. } => (self.packed_class()?.describe)(tensors),
             _ => None,
         }
     }
@@ -150,12 +152,10 @@ impl Layer {
     /// [`Error::Unsupported`] for arrays that are damaged, or a head dim that has no codec.
     pub fn unpacked(&self) -> Result<Layer> {
         match self {
-            Layer::Opaque { class, tensors, .. } if class == packed::CLASS => {
-                Ok(Layer::Kv { class: KvClass::Kv, kv: packed::unpack(tensors)? })
-            }
-            Layer::Opaque { class, tensors, .. } if class == by_recipe::CLASS => {
-                Ok(Layer::Kv { class: KvClass::Kv, kv: by_recipe::unpack(tensors)? })
-            }
+            Layer::Opaque { tensors, .. } => match self.packed_class() {
+                Some(class) => Ok(Layer::Kv { class: KvClass::Kv, kv: (class.unpack)(tensors)? }),
+                None => Ok(self.clone()),
+            },
             Layer::List(layers) => {
                 Ok(Layer::List(layers.iter().map(Layer::unpacked).collect::<Result<_>>()?))
             }
@@ -264,21 +264,20 @@ impl Layer {
                 arrays.iter().chain([left_padding, lengths]).flatten().try_for_each(check_raw)
             }
             Layer::List(layers) => layers.iter().try_for_each(Layer::check),
-            Layer::Opaque { class, tensors, .. } => {
+            Layer::Opaque { tensors, .. } => {
                 tensors.values().try_for_each(check_raw)?;
-                match class.as_str() {
-                    packed::CLASS => packed::check(tensors),
-                    by_recipe::CLASS => by_recipe::check(tensors),
-                    _ => Ok(()),
-                }
+                self.packed_class().map_or(Ok(()), |class| (class.check)(tensors))
             }
         }
     }
 }
 
-/// Whether a class is one of the packed caches of turbomoq's Python package.
-pub(super) fn ours(class: &str) -> bool {
-    [packed::CLASS, by_recipe::CLASS].contains(&class)
+/// The packed caches of turbomoq's Python package.
+static PACKED: [PackedClass; 2] = [packed::TURBOMOQ, by_recipe::BY_RECIPE];
+
+/// The packed cache of a name, if it is one.
+pub(super) fn packed_class(name: &str) -> Option<&'static PackedClass> {
+    PACKED.iter().find(|class| class.name == name)
 }
 
 impl std::fmt::Display for Layer {

@@ -5,21 +5,22 @@
 //! scales [B, H, T] of packed tokens, the centre [B, H, 1, D] of packed keys, the exact window [B, H, L, D].
 
 use super::affine::BITS;
-use super::class::Pair;
-use super::raw::RawTensor;
+use super::class::{PackedClass, Pair};
 use crate::codec::Codec;
 use crate::codec::codes::{Codes, Frame};
 use crate::compressor::{CompressedSide, Compressor};
 use crate::error::{Error, Result};
+use crate::io::raw::{RawTensor, tensor_of};
 use crate::recipe::Recipe;
 use crate::spec::Side;
-use crate::tensor::{Element, Tensor};
+use crate::tensor::Tensor;
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The name of the class.
-pub(super) const CLASS: &str = "TurboMoqCache";
+const CLASS: &str = "TurboMoqCache";
+/// What is known of the class.
+pub(super) const TURBOMOQ: PackedClass = PackedClass { name: CLASS, check, tokens, describe, unpack };
 /// The version of the arrangement that is read here.
 const VERSION: usize = 2;
 /// Element types of exact rows, by their number in the header.
@@ -210,22 +211,22 @@ fn sides(tensors: &Tensors) -> Result<[View<'_>; 2], String> {
 }
 
 /// What is wrong with the arrays, if anything is.
-pub(super) fn check(tensors: &Tensors) -> Result<(), String> {
+fn check(tensors: &Tensors) -> Result<(), String> {
     sides(tensors).map(|_| ())
 }
 
 /// Tokens that are held, if the arrays are good.
-pub(super) fn tokens(tensors: &Tensors) -> Option<usize> {
+fn tokens(tensors: &Tensors) -> Option<usize> {
     sides(tensors).ok().map(|[keys, _]| keys.header.tokens())
 }
 
 /// Keys and values in words.
-pub(super) fn describe(tensors: &Tensors) -> Option<Pair<String>> {
+fn describe(tensors: &Tensors) -> Option<Pair<String>> {
     sides(tensors).ok().map(|[keys, values]| Pair { keys: keys.describe(), values: values.describe() })
 }
 
 /// The same tokens as a `KVCache`, packed ones as they decode.
-pub(super) fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
+fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
     let bad = |reason: String| Error::Unsupported { field: "layer", value: CLASS.into(), reason };
     let [keys, values] = sides(tensors).map_err(bad)?;
     let kv = match keys.header.tokens() {
@@ -235,15 +236,6 @@ pub(super) fn unpack(tensors: &Tensors) -> Result<Option<Pair<Tensor>>> {
     Ok(kv)
 }
 
-/// An array whose bytes are as many as its shape says.
 fn tensor(x: &RawTensor) -> Result<Tensor> {
-    fn of<T: Element>(x: &RawTensor) -> Result<Tensor> {
-        Tensor::new(&x.shape, bytemuck::pod_collect_to_vec::<u8, T>(&x.bytes))
-    }
-    match x.dtype {
-        Dtype::F32 => of::<f32>(x),
-        Dtype::F16 => of::<half::f16>(x),
-        Dtype::BF16 => of::<half::bf16>(x),
-        _ => of::<u32>(x),
-    }
+    tensor_of(x.dtype, &x.shape, &x.bytes)
 }

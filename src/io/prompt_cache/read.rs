@@ -5,7 +5,7 @@
 
 use super::affine::check_codec;
 use super::class::{KvClass, Pair};
-use super::layer::{Layer, ours, rows_of};
+use super::layer::{Layer, packed_class, rows_of};
 use super::ring::Ring;
 use super::source::OpenedFile;
 use super::swift;
@@ -54,7 +54,7 @@ impl OpenedFile<'_> {
         if class == "CacheList" {
             return self.list(i, state, meta);
         }
-        if ours(class) {
+        if packed_class(class).is_some() {
             return self.opaque(class, state, None);
         }
         let spec = fields_of(class).ok_or_else(|| self.unknown(i, class))?;

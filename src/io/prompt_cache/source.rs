@@ -7,11 +7,11 @@
 
 use super::Layout;
 use super::affine::Packed;
-use super::container::Container;
-use super::raw::RawTensor;
 use super::swift;
 use super::tree::{Node, strings};
 use crate::error::Result;
+use crate::io::container::Container;
+use crate::io::raw::RawTensor;
 use crate::tensor::Tensor;
 use std::collections::BTreeMap;
 

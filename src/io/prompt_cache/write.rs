@@ -5,12 +5,12 @@
 //! time is planned from layers of the same shapes and written as its layers come.
 
 use super::class::KvClass;
-use super::image::{Image, Piece};
-use super::layer::{Layer, ours};
-use super::raw::RawTensor;
+use super::layer::{Layer, packed_class};
 use super::{Fields, Layout, PromptCache, fields_of};
 use crate::error::{Error, Result};
 use crate::io::files::Outlives;
+use crate::io::image::{Image, Piece};
+use crate::io::raw::RawTensor;
 use safetensors::Dtype;
 use std::collections::BTreeMap;
 use std::collections::btree_map::Entry;
@@ -169,7 +169,7 @@ impl<'a> FileParts<'a> {
                 self.arrays(arrays, [left_padding, lengths], &path)?;
             }
             Layer::List(layers) => self.list(layers, &path)?,
-            Layer::Opaque { class, .. } if new && !ours(class) => {
+            Layer::Opaque { class, .. } if new && packed_class(class).is_none() => {
                 return Err("0.31 does not say which of its rows are tokens, so 0.32 cannot be written");
             }
             Layer::Opaque { tensors, .. } => {
@@ -239,7 +239,7 @@ impl<'a> FileParts<'a> {
                     self.meta(layer, format!("{path}.1.{j}"));
                 }
             }
-            Layer::Opaque { class, meta, .. } if !ours(class) => {
+            Layer::Opaque { class, meta, .. } if packed_class(class).is_none() => {
                 for (tail, value) in meta {
                     put(format!("{path}.{tail}"), value);
                 }

@@ -125,7 +125,7 @@ impl Container {
     }
 
     /// The file.
-    pub(super) fn path(&self) -> &Path {
+    pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 
@@ -192,7 +192,7 @@ impl Container {
     }
 
     /// The integers of an I32, I64 or U32 tensor.
-    pub(super) fn integers(&self, name: &str) -> Result<Vec<i64>> {
+    pub(crate) fn integers(&self, name: &str) -> Result<Vec<i64>> {
         let raw = self.raw(name)?;
         let wide = |chunk: &[u8]| chunk.iter().rev().fold(0u64, |word, &byte| word << 8 | u64::from(byte));
         Ok(match raw.dtype {

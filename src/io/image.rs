@@ -28,7 +28,7 @@ pub(crate) enum Piece<'a> {
 }
 
 impl Piece<'_> {
-    pub(super) fn dtype(&self) -> Dtype {
+    pub(crate) fn dtype(&self) -> Dtype {
         match self {
             Piece::Tensor(x) => dtype_of(x),
             Piece::Raw(x) => x.dtype,
@@ -115,6 +115,13 @@ impl<'a> Image<'a> {
     /// Bytes of the file.
     pub(crate) fn len(&self) -> u64 {
         self.len
+    }
+
+    /// The file in memory, for images without late tensors.
+    pub(crate) fn to_bytes(&self) -> Vec<u8> {
+        let mut out = self.head.clone();
+        self.pieces.iter().for_each(|(_, piece)| out.extend_from_slice(&piece.bytes()));
+        out
     }
 
     /// Writes the file whole or not at all and gives its bytes.
