@@ -14,13 +14,14 @@ prompt pays the error of packed attention, and needs less memory.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Iterable, NoReturn, Optional
+from typing import Any, Iterable, Optional
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
 
 from .attention import Mask, Side, View, attend
 from .codec import WIDTHS, Codec, codec, recipe
+from .contract import Contract
 from .library import KEY, VALUE, Unsupported, load
 from .rows import DTYPES, cast, finite_mean, put
 from .state import VERSION, Header, Held, parts
@@ -31,7 +32,7 @@ STEP = 64
 """Rows by which the window's buffer grows until it has its full size."""
 
 
-class TurboMoqCache:
+class TurboMoqCache(Contract):
     """Packed keys and values of one layer.
 
     `key_bits` and `value_bits` are 2, 3, 4, 5, 6 or 8; the first `sinks` tokens and the newest `window` to `window + 128` stay exact.
@@ -279,11 +280,6 @@ class TurboMoqCache:
         return n
 
     @property
-    def to_quantized(self) -> NoReturn:
-        """mlx-lm asks for this only if it was told `kv_bits`, which would do nothing here: the first step refuses it."""
-        raise Unsupported("kv_bits quantizes mlx-lm's own caches and this one is packed: leave kv_bits out, or make_prompt_cache")
-
-    @property
     def state(self) -> list[Held]:
         """Keys and values cut to what is held, each a list of arrays as `turbomoq_mlx.state` has them."""
         return [self._side_state(side) for side in (KEY, VALUE)]
@@ -337,23 +333,6 @@ class TurboMoqCache:
         windows = [empty[i] if side.window is None else side.window for i, side in enumerate(sides)]
         self._set_window(windows)
         mx.eval(*self._buffers())
-
-    @property
-    def meta_state(self) -> str:
-        """Nothing, for mlx-lm 0.31: `state` has it all."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, _: Any) -> None:
-        pass
-
-    @classmethod
-    def from_state(cls, state: Iterable[mx.array], meta_state: Any = None) -> "TurboMoqCache":
-        """A cache from what `state` gave; `meta_state` is of mlx-lm 0.31 and holds nothing."""
-        load()
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
 
     def __getstate__(self) -> dict[str, Any]:
         # What a call has fetched is that call's.

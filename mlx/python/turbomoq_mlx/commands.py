@@ -25,15 +25,13 @@ import runpy
 import sys
 from typing import Any, Optional
 
-import mlx_lm
 from mlx_lm import utils
 from mlx_lm.models import cache as mlx_cache
 
 from .convert import make_turbomoq_cache
 from .library import Unsupported
-from .patch import install
+from .patch import install, replace
 
-COMMANDS = ("server", "generate", "chat", "cache_prompt")
 FLOAT = "float"
 
 
@@ -108,11 +106,8 @@ def use(settings: Settings) -> None:
         object.__setattr__(loaded[0], "turbomoq_name", str(path_or_hf_repo))
         return loaded
 
-    for name, module in list(sys.modules.items()):
-        if name == "mlx_lm" or name.startswith("mlx_lm."):
-            for word, old, new in (("make_prompt_cache", stock_make, make_prompt_cache), ("load", stock_load, load)):
-                if getattr(module, word, None) is old:
-                    setattr(module, word, new)
+    replace("make_prompt_cache", stock_make, make_prompt_cache)
+    replace("load", stock_load, load)
 
 
 def main(command: str, arguments: Optional[list[str]] = None) -> None:

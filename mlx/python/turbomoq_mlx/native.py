@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 
 from .library import CacheInfo, Rows, Rules, check, load
-from .memory import Tensor, address
+from .memory import address
 
 
 class Native:

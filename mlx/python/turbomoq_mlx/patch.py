@@ -21,10 +21,11 @@ from .state import Held
 NAME = "scaled_dot_product_attention"
 
 
-def _replace(old: Callable, new: Callable) -> None:
-    for name, module in list(sys.modules.items()):
-        if name.startswith("mlx_lm.models.") and getattr(module, NAME, None) is old:
-            setattr(module, NAME, new)
+def replace(name: str, old: Callable, new: Callable) -> None:
+    """Puts `new` in the place of `old` in every module of mlx-lm that has it by this name: they import by value."""
+    for module_name, module in list(sys.modules.items()):
+        if f"{module_name}.".startswith("mlx_lm.") and getattr(module, name, None) is old:
+            setattr(module, name, new)
 
 
 def install() -> None:
@@ -63,11 +64,11 @@ def install() -> None:
         return stock(queries, keys, values, cache, scale, mask, sinks)
 
     attention.turbomoq_stock = stock
-    _replace(stock, attention)
+    replace(NAME, stock, attention)
 
 
 def uninstall() -> None:
     """Undoes `install`."""
     ours = base.scaled_dot_product_attention
     if stock := getattr(ours, "turbomoq_stock", None):
-        _replace(ours, stock)
+        replace(NAME, ours, stock)

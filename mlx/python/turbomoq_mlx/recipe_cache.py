@@ -6,7 +6,7 @@ alone, bit for bit; its padding is nowhere.
 
 from __future__ import annotations
 
-from typing import Any, Iterable, NoReturn, Optional
+from typing import Any, Iterable, Optional
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_cache
@@ -14,7 +14,7 @@ from mlx_lm.models.base import create_causal_mask
 
 from . import masks
 from .attention import Mask
-from .library import Unsupported
+from .contract import Contract
 from .native import Native
 from .rows import DTYPES
 from .sequences import Sequences, Way
@@ -23,7 +23,7 @@ VERSION = 1
 """Version of a state's header."""
 
 
-class RecipeCache(Sequences):
+class RecipeCache(Contract, Sequences):
     """Keys and values of one layer, packed by a recipe such as `best@3`; through `make_turbomoq_cache`.
 
     A query sees what it would have seen had all tokens come one by one: the same rows in any calls give the same bytes and the same
@@ -51,11 +51,6 @@ class RecipeCache(Sequences):
             self._columns -= n
             self._lengths = [length - n for length in self._lengths]
         return n
-
-    @property
-    def to_quantized(self) -> NoReturn:
-        """mlx-lm asks for this only if it was told `kv_bits`, which would do nothing here: the first step refuses it."""
-        raise Unsupported("kv_bits quantizes mlx-lm's own caches and this one is packed: leave kv_bits out, or make_prompt_cache")
 
     def merge(self, caches: list["RecipeCache"]) -> "BatchRecipeCache":
         """One batch of copies of caches that hold one sequence each, the shorter ones padded at the left."""
@@ -87,22 +82,6 @@ class RecipeCache(Sequences):
         self._lengths, self._pads = [columns] * len(saved), [0] * len(saved)
         if heads:
             self._like = (heads, (key_dim, value_dim), tuple(DTYPES[d] for d in dtypes))
-
-    @property
-    def meta_state(self) -> str:
-        """Nothing, for mlx-lm 0.31: `state` has it all."""
-        return ""
-
-    @meta_state.setter
-    def meta_state(self, _: Any) -> None:
-        pass
-
-    @classmethod
-    def from_state(cls, state: Iterable[mx.array], meta_state: Any = None) -> "RecipeCache":
-        """A cache from what `state` gave."""
-        cache = cls.__new__(cls)
-        cache.state = state
-        return cache
 
 
 class BatchRecipeCache(Sequences):
