@@ -12,6 +12,7 @@ from mlx_lm.generate import BatchGenerator, generate_step, speculative_generate_
 from mlx_lm.models import base
 from mlx_lm.models import cache as C
 from turbomoq_mlx import BatchRecipeCache, RecipeCache, Unsupported, install, make_turbomoq_cache, uninstall
+from turbomoq_mlx.convert import leaves
 
 RECIPES = ("best@3,window=32", "turbomoq@4/2,sinks=2,window=0", "turboquant-prod@3,window=16", "kivi@2,window=32", "mlx-affine@4", "uniform@8")
 TOKENS = [int(t) for t in np.random.default_rng(5).integers(1, 96, 400)]
@@ -186,12 +187,6 @@ def every_architecture(_):
         assert off < 0.05, (name, off)
         table.append((name, f"{packed} layers packed" if packed else "passed through"))
     print("\n".join(f"| {name} | {what} |" for name, what in table))
-
-
-def leaves(entry):
-    from turbomoq_mlx.convert import leaves
-
-    return leaves(entry)
 
 
 def saved_recipes(folder):

@@ -20,15 +20,21 @@ pub fn each(parts: &[&str], releases: &[Layout]) {
     let library = build().join(SHARED);
     for (python, _) in pythons.into_iter().filter(|(_, layout)| releases.contains(layout)) {
         let folder = tempfile::tempdir().unwrap();
-        for part in parts {
-            check_with(
-                &python,
-                "cache_contract.py",
-                &[part, &folder.path()],
-                &[("TURBOMOQ_LIBRARY", &library)],
-            );
-        }
+        parts.iter().for_each(|part| run(&python, &library, part, folder.path()));
     }
+}
+
+/// Runs a part of the script.
+pub fn run(python: &Path, library: &Path, part: &str, folder: &Path) {
+    check_with(python, "cache_contract.py", &[&part, &folder], &[("TURBOMOQ_LIBRARY", library)]);
+}
+
+/// A compressed file, and so the pool, has packed layers as they are.
+pub fn passes_through_an_archive(cache: &PromptCache, folder: &Path) {
+    let (compressor, file) = (Compressor::new("best@4".parse().unwrap()), folder.join("passed.tmq"));
+    Archive::compress(cache, &compressor, || {}).unwrap().write(&file).unwrap();
+    let passed = Archive::read(&file).unwrap().restore(&compressor, || {}).unwrap();
+    assert_eq!(passed.layers, cache.layers);
 }
 
 #[test]
@@ -71,24 +77,17 @@ fn models_that_share_rows_between_layers_and_hybrids_take_packed_caches() {
 fn files_with_packed_layers_are_carried_between_layouts_and_unpacked() {
     let Some(pythons) = pythons() else { return };
     let library = build().join(SHARED);
-    let run = |python: &Path, part: &str, folder: &Path| {
-        check_with(python, "cache_contract.py", &[&part, &folder], &[("TURBOMOQ_LIBRARY", &library)]);
-    };
     for (maker, made) in &pythons {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        run(maker, "saved", folder.path());
+        run(maker, &library, "saved", folder.path());
         for name in ["full.safetensors", "empty.safetensors"] {
             let cache = PromptCache::read(at(name)).unwrap();
             assert_eq!(cache.layout, *made);
             assert!(cache.layers.iter().any(Layer::is_packed));
-            // A compressed file has them as they are.
-            let compressor = Compressor::new("best@4".parse().unwrap());
             for layer in cache.layers.iter().filter(|layer| matches!(layer, Layer::Opaque { .. })) {
                 let one = PromptCache { layers: vec![layer.clone()], ..cache.clone() };
-                Archive::compress(&one, &compressor, || {}).unwrap().write(at("passed.tmq")).unwrap();
-                let passed = Archive::read(at("passed.tmq")).unwrap().restore(&compressor, || {}).unwrap();
-                assert_eq!(passed.layers, one.layers);
+                passes_through_an_archive(&one, folder.path());
             }
             let offsets: Vec<_> = cache.layers.iter().map(Layer::offset).collect();
             assert_eq!(offsets[0], Some(if name.starts_with("full") { 700 } else { 0 }));
@@ -98,12 +97,12 @@ fn files_with_packed_layers_are_carried_between_layouts_and_unpacked() {
                 let cache = PromptCache::read(at(name)).unwrap();
                 cache.write(at(name), *layout).unwrap();
             }
-            run(reader, "carried", folder.path());
+            run(reader, &library, "carried", folder.path());
             let mut cache = PromptCache::read(at("full.safetensors")).unwrap();
             cache.layers = cache.layers.iter().map(|layer| layer.unpacked().unwrap()).collect();
             assert!(!cache.layers.iter().any(Layer::is_packed));
             cache.write(at("plain.safetensors"), *layout).unwrap();
-            run(reader, "unpacked", folder.path());
+            run(reader, &library, "unpacked", folder.path());
         }
         damaged_packed_layers_are_refused(&at("full.safetensors"));
     }

@@ -1,12 +1,10 @@
 //! Any recipe in mlx-lm's process (tests/interop/recipes.py), and mlx-lm's own commands with it (tests/interop/commands.py).
 #![cfg(unix)]
 
-use super::cache::{BOTH, each};
+use super::cache::{BOTH, each, passes_through_an_archive, run};
 use crate::common::capi::{SHARED, build};
-use crate::common::python::{check_with, pythons};
-use std::path::Path;
-use turbomoq::Compressor;
-use turbomoq::archive::Archive;
+use crate::common::python::pythons;
+use std::collections::BTreeMap;
 use turbomoq::prompt_cache::{Layer, Layout, PromptCache, RawTensor};
 
 #[test]
@@ -48,31 +46,24 @@ fn commands_take_a_recipe() {
 fn files_of_recipe_caches_are_carried_between_layouts_and_unpacked() {
     let Some(pythons) = pythons() else { return };
     let library = build().join(SHARED);
-    let run = |python: &Path, part: &str, folder: &Path| {
-        check_with(python, "cache_contract.py", &[&part, &folder], &[("TURBOMOQ_LIBRARY", &library)]);
-    };
     for (maker, made) in &pythons {
         let folder = tempfile::tempdir().unwrap();
         let at = |name: &str| folder.path().join(name);
-        run(maker, "saved_recipes", folder.path());
+        run(maker, &library, "saved_recipes", folder.path());
         let cache = PromptCache::read(at("recipes.safetensors")).unwrap();
         assert_eq!(cache.layout, *made);
         let offsets: Vec<_> = cache.layers.iter().take(2).map(Layer::offset).collect();
         assert_eq!(offsets, [Some(300), Some(300)]);
         let words = cache.layers[0].describe_packed().unwrap().keys;
         assert!(words.contains("trellis") && words.ends_with("(300 tokens)"), "{words}");
-        // A compressed file, and so the pool, has them as they are.
-        let compressor = Compressor::new("best@4".parse().unwrap());
-        Archive::compress(&cache, &compressor, || {}).unwrap().write(at("passed.tmq")).unwrap();
-        let passed = Archive::read(at("passed.tmq")).unwrap().restore(&compressor, || {}).unwrap();
-        assert_eq!(passed.layers, cache.layers);
+        passes_through_an_archive(&cache, folder.path());
         for (reader, layout) in &pythons {
             let two = PromptCache { layers: cache.layers[..2].to_vec(), ..cache.clone() };
             two.write(at("recipes.safetensors"), *layout).unwrap();
-            run(reader, "carried_recipes", folder.path());
+            run(reader, &library, "carried_recipes", folder.path());
             let layers = two.layers.iter().map(|layer| layer.unpacked().unwrap()).collect();
             PromptCache { layers, ..two }.write(at("plain.safetensors"), *layout).unwrap();
-            run(reader, "unpacked_recipes", folder.path());
+            run(reader, &library, "unpacked_recipes", folder.path());
         }
         damaged_recipe_caches_are_refused(&cache.layers[0]);
     }
@@ -81,7 +72,7 @@ fn files_of_recipe_caches_are_carried_between_layouts_and_unpacked() {
 /// Arrays missing, one too many or of another kind, and a header that says something else.
 fn damaged_recipe_caches_are_refused(layer: &Layer) {
     let Layer::Opaque { class, tensors, meta } = layer else { panic!("{layer:?}") };
-    let refused = |change: &dyn Fn(&mut std::collections::BTreeMap<String, RawTensor>)| {
+    let refused = |change: &dyn Fn(&mut BTreeMap<String, RawTensor>)| {
         let mut tensors = tensors.clone();
         change(&mut tensors);
         let layer = Layer::Opaque { class: class.clone(), tensors, meta: meta.clone() };
